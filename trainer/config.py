@@ -1,0 +1,301 @@
+"""The trainer's whole configuration, as nested frozen dataclasses.
+
+A run is fixed by one TrainConfig. Variants (`trainer.variants`) build one; the command line overrides
+single fields with dotted keys (`--set optim.lr=3e-4`). Every dataclass validates itself in
+`__post_init__` with the sentence a user needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message says what, why and what to do."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetConfig:
+    """The frozen target model whose hidden states feed the drafter."""
+
+    path: str = "tiny"
+    """`tiny` (the shipped model), a directory with a transformers checkpoint, or `shape:27b` (random weights)."""
+    layer_ids: tuple[int, ...] | None = None
+    """0-based decoder layers whose outputs are captured; None: by the published rule (`target_layer_ids`)."""
+    num_features: int = 5
+    """How many layers the rule picks (K)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    allow_slow_kernels: bool = False
+    """Run a hybrid target on a GPU without flash-linear-attention's kernels (many times slower)."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_features >= 1, "target.num_features must be at least 1")
+        if self.layer_ids is not None:
+            _require(len(self.layer_ids) > 0, "target.layer_ids is empty; leave it out to use the rule")
+            _require(
+                list(self.layer_ids) == sorted(set(self.layer_ids)) and self.layer_ids[0] >= 0,
+                f"target.layer_ids must be ascending, distinct and >= 0, got {list(self.layer_ids)}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterConfig:
+    """Shape of the block-diffusion drafter. Width, vocabulary and rope_theta come from the target."""
+
+    num_layers: int = 5
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    intermediate_size: int = 17408
+    block_size: int = 16
+    mask_token_id: int | None = None
+    """A vocabulary row that never occurs in text; None: the target's own reserved row."""
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    sliding_window: int | None = None
+    """Window W of the sliding layers, counting the query's own position."""
+    sliding_layers: tuple[int, ...] = ()
+    """Which drafter layers slide; the others see the whole context of their document."""
+    sliding_causal: bool = False
+    """In-block causality of the sliding layers; written into every export as `is_causal`."""
+    init_from: str | None = None
+    """A directory with an exported drafter to start from."""
+
+    def __post_init__(self) -> None:
+        _require(self.block_size >= 2, "drafter.block_size must be at least 2: one anchor and one drafted token")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"drafter.num_heads ({self.num_heads}) must be a multiple of drafter.num_kv_heads ({self.num_kv_heads})",
+        )
+        _require(self.head_dim % 2 == 0, "drafter.head_dim must be even: rotary embedding works on pairs")
+        _require(
+            not self.sliding_layers or (self.sliding_window or 0) > 0,
+            "drafter.sliding_layers needs drafter.sliding_window",
+        )
+        _require(
+            all(0 <= i < self.num_layers for i in self.sliding_layers),
+            f"drafter.sliding_layers must lie in 0..{self.num_layers - 1}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where documents come from and how they are packed into fixed shapes."""
+
+    source: str = "stdlib"
+    """`stdlib` (the Python standard library's source on this machine) or a file or directory."""
+    format: Literal["auto", "text", "jsonl", "arrow", "parquet"] = "auto"
+    token_budget: int = 49152
+    """Context tokens in one packed row (T)."""
+    block_slots: int = 6144
+    """Anchors in one packed row (N), filled or padded: a fixed count."""
+    max_documents: int = 64
+    """Documents in one packed row at most; fixes the length of cu_seqlens."""
+    max_document_tokens: int = 4096
+    heldout_documents: int = 32
+    seed: int = 0
+    strict: bool = False
+    """A bad line ends the run instead of being counted."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "block_slots", "max_documents", "max_document_tokens"):
+            _require(getattr(self, name) >= 1, f"data.{name} must be at least 1")
+        _require(
+            self.max_document_tokens <= self.token_budget,
+            f"data.max_document_tokens ({self.max_document_tokens}) is larger than data.token_budget "
+            f"({self.token_budget}): such a document could never be packed",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Decayed cross-entropy: w_k = exp(-(k-1)/gamma) for block position k >= 1."""
+
+    gamma: float | None = None
+    """None: 7 for block 16, 5 for 10, 4 for 8 (paper appendix)."""
+    labels: Literal["tokens", "argmax", "kl"] = "tokens"
+    weighting: Literal["decay", "dpace"] = "decay"
+    dpace_smoothing: float = 0.5
+    chunk_rows: int = 4096
+    """Rows of logits held at once."""
+
+    def __post_init__(self) -> None:
+        _require(self.gamma is None or self.gamma > 0, "loss.gamma must be positive")
+        _require(self.chunk_rows >= 1, "loss.chunk_rows must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW on fp32 master weights, linear warm-up, cosine to lr * min_lr_ratio, clipped by global norm."""
+
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_ratio: float = 0.04
+    min_lr_ratio: float = 0.0
+    clip: float = 1.0
+    micro_steps: int = 1
+    """Batches each drafter accumulates before one optimizer step."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "optim.lr must be positive")
+        _require(0 <= self.warmup_ratio < 1, "optim.warmup_ratio must lie in [0, 1)")
+        _require(self.clip > 0, "optim.clip must be positive")
+        _require(self.micro_steps >= 1, "optim.micro_steps must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopologyConfig:
+    """Devices of each role, as `cpu` or `cuda:N`; a device may appear in several roles and several times."""
+
+    target: tuple[str, ...] = ("cpu",)
+    drafter: tuple[str, ...] = ("cpu", "cpu")
+    verifier: tuple[str, ...] = ("cpu",)
+
+    def __post_init__(self) -> None:
+        _require(len(self.target) >= 1, "topology.target needs at least one device")
+        _require(len(self.drafter) >= 1, "topology.drafter needs at least one device")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """How long to run, and what to say and save on the way."""
+
+    max_steps: int = 10000
+    log_every: int = 10
+    eval_every: int = 200
+    checkpoint_every: int = 500
+    keep_last: int = 2
+    queue_depth: int = 2
+    """Batches waiting in each channel at most."""
+    gate_deadline_s: float = 1800.0
+    """Seconds one thread's warm-up may take before the process dumps all stacks and exits."""
+    stop_deadline_s: float = 25.0
+    """Seconds from TERM or HUP to the end."""
+    seed: int = 0
+    resume: str | None = None
+    """A checkpoint directory, or `auto`: the newest one of the run directory."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "log_every", "eval_every", "checkpoint_every", "keep_last", "queue_depth"):
+            _require(getattr(self, name) >= 1, f"run.{name} must be at least 1")
+        _require(self.gate_deadline_s > 0, "run.gate_deadline_s must be positive")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One run, whole."""
+
+    variant: str
+    attention: Literal["flex", "sdpa"] = "flex"
+    graphs: Literal["step", "compiler", "none"] = "none"
+    """`step`: whole-step CUDA graph on the drafter's own thread; `compiler`: reduce-overhead; `none`."""
+    compile: bool = True
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as plain JSON types."""
+    loaded: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return loaded
+
+
+def from_dict(cls: type[ConfigT], values: dict[str, Any]) -> ConfigT:
+    """The inverse of `to_dict`; raises ConfigError on an unknown key or a wrong type."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # cls is a dataclass by contract
+    for key in values:
+        if key not in known:
+            raise ConfigError(_unknown(key, known))
+    return cls(**{key: _coerce(key, value, hints[key]) for key, value in values.items()})
+
+
+def override(config: ConfigT, assignments: dict[str, str]) -> ConfigT:
+    """Apply dotted `key=value` overrides given as text; a wrong key names the nearest right one."""
+    values = to_dict(config)
+    keys = _flat_keys(values)
+    for dotted, text in assignments.items():
+        if dotted not in keys:
+            raise ConfigError(_unknown(dotted, keys))
+        *parents, leaf = dotted.split(".")
+        node = values
+        for parent in parents:
+            node = node[parent]
+        node[leaf] = _parse(text)
+    return from_dict(type(config), values)
+
+
+def _flat_keys(values: dict[str, Any], prefix: str = "") -> set[str]:
+    keys: set[str] = set()
+    for key, value in values.items():
+        if isinstance(value, dict):
+            keys |= _flat_keys(value, f"{prefix}{key}.")
+        else:
+            keys.add(f"{prefix}{key}")
+    return keys
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        if "," in text:
+            return [_parse(part.strip()) for part in text.split(",") if part.strip()]
+        return {"none": None, "None": None, "True": True, "False": False}.get(text, text)
+
+
+def _coerce(key: str, value: Any, hint: Any) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        _require(isinstance(value, dict), f"{key} must be a group of settings")
+        return from_dict(hint, value)  # type: ignore[arg-type]  # is_dataclass narrows to instance or type
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        rest = [a for a in args if a is not type(None)]
+        return _coerce(key, value, rest[0])
+    if origin is Literal:
+        _require(value in args, f"{key} must be one of {', '.join(map(str, args))}; got {value!r}")
+        return value
+    if origin is tuple:
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_coerce(key, item, args[0]) for item in items)
+        _require(len(items) == len(args), f"{key} needs {len(args)} values, got {len(items)}")
+        return tuple(_coerce(key, item, arg) for item, arg in zip(items, args, strict=True))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    _require(
+        isinstance(value, hint) and (hint is bool or not isinstance(value, bool)),
+        f"{key} must be {hint.__name__}, got {value!r}",
+    )
+    return value
+
+
+def _unknown(key: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown setting {key!r}{hint}"
