@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from dflash_ops.errors import OpsError
+
 
 @dataclass(frozen=True, slots=True)
 class Completed:
@@ -31,6 +33,9 @@ class ByteStream(Protocol):
     def close(self) -> None:
         """End the remote command too; never blocks for more than a moment."""
 
+    def end(self) -> Completed:
+        """How it ended, once `read` gave b"": return code and the tail of stderr (stdout is empty)."""
+
 
 class Transport(Protocol):
     """A way to run argv on a target. Errors are OpsError with the layer that failed."""
@@ -43,13 +48,23 @@ class Transport(Protocol):
         deadline: float,
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> Completed:
-        """Run to the end within `deadline` seconds, else DeadlineExceeded with the remote process ended."""
+        """Run to the end within `deadline` seconds, else DeadlineExceeded with the remote process ended.
+
+        A command that ends without reading all of `stdin` is no error: what it said counts. With `on_stdout`
+        the bytes go there as they come and `Completed.stdout` is empty.
+        """
 
     def stream(self, argv: Sequence[str], *, stdin: bytes = b"") -> AbstractContextManager[ByteStream]:
         """Start and read as it runs; leaving the context ends the remote command."""
 
     def shell(self, argv: Sequence[str]) -> int:
         """Hand the operator's terminal to the command (attach); returns its exit code."""
+
+    def explain(self, completed: Completed) -> OpsError:
+        """Which layer failed, when the agent was called and left no framed answer; returned, not raised."""
+
+    def host(self) -> Transport | None:
+        """The machine that owns the GPUs where it is not the target itself (the Proxmox host), else None."""
 
     def close(self) -> None:
         """Let go of connections; harmless to call twice."""
