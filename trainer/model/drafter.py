@@ -1,0 +1,218 @@
+"""The DFlash drafter: a small Qwen3-style network that denoises a block, reading the target through K and V.
+
+Shape legend: T context tokens, N block slots, B block size, Q = N*B block positions, K captured target
+layers, H hidden size, h query heads, k key/value heads, D head size, S = T + Q keys.
+
+The attention itself is passed in (`Attend`), so that one network runs over FlexAttention, SDPA or the
+dense oracle. Nothing here depends on the data: the whole forward compiles and captures as it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.config import DrafterConfig
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""attend(layer_index, q_HQD [h,Q,D], k_HkD [k,S,D], v_HkD [k,S,D]) -> [h,Q,D]; keys are [context | blocks]."""
+
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterShape:
+    """Everything that fixes the drafter's parameters and arithmetic."""
+
+    hidden_size: int
+    """H, the target's own width: embedding and head are borrowed from it."""
+    vocab_size: int
+    num_features: int
+    """K, how many target layers are fused."""
+    rope_theta: float
+    config: DrafterConfig
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    def window(self, layer_index: int) -> int | None:
+        """The sliding window of one layer; None where the layer sees its whole document."""
+        return self.config.sliding_window if layer_index in self.config.sliding_layers else None
+
+    def causal(self, layer_index: int) -> bool:
+        """Whether the layer is causal inside a block (only sliding layers ever are)."""
+        return layer_index in self.config.sliding_layers and self.config.sliding_causal
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation in fp32, the weight applied in the input's own type."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Plain neox rotary embedding over the whole head; frequencies stay fp32 whatever the weights become."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+        self.register_buffer("inv_freq", self._frequencies(), persistent=False)
+
+    def _frequencies(self) -> torch.Tensor:
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        return 1.0 / (self.theta**exponent)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Rotary:
+        # Module.to(bfloat16) would round the frequencies, which costs acceptance at long positions: move, never cast.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply unannotated
+        self.inv_freq = self._frequencies().to(self.inv_freq.device)
+        return self
+
+    def forward(self, positions_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each fp32 [S, D]."""
+        angles = positions_S.float().unsqueeze(-1) * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [heads, S, D] by their positions; arithmetic in fp32, result in the input's type."""
+    wide = x.float()
+    low, high = wide.chunk(2, dim=-1)
+    return (wide * cos_SD + torch.cat((-high, low), dim=-1) * sin_SD).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from [fused context ; block] through the same projections."""
+
+    def __init__(self, hidden_size: int, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(hidden_size, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], -1, self.head_dim)
+
+    def forward(
+        self,
+        layer_index: int,
+        context_TH: torch.Tensor,
+        block_QH: torch.Tensor,
+        context_rope: tuple[torch.Tensor, torch.Tensor],
+        block_rope: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        queries = self.q_norm(self._heads(self.q_proj(block_QH))).transpose(0, 1)
+        context_keys = self.k_norm(self._heads(self.k_proj(context_TH))).transpose(0, 1)
+        block_keys = self.k_norm(self._heads(self.k_proj(block_QH))).transpose(0, 1)
+        keys = torch.cat((rotate(context_keys, *context_rope), rotate(block_keys, *block_rope)), dim=1)
+        values = torch.cat((self.v_proj(context_TH), self.v_proj(block_QH)), dim=0)
+        mixed = attend(layer_index, rotate(queries, *block_rope), keys, self._heads(values).transpose(0, 1))
+        return self.o_proj(mixed.transpose(0, 1).reshape(block_QH.shape[0], -1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm attention and MLP over the block; the context is read and never changed."""
+
+    def __init__(self, hidden_size: int, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(hidden_size, config)
+        self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        layer_index: int,
+        context_TH: torch.Tensor,
+        block_QH: torch.Tensor,
+        context_rope: tuple[torch.Tensor, torch.Tensor],
+        block_rope: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(block_QH)
+        block_QH = block_QH + self.self_attn(layer_index, context_TH, normed, context_rope, block_rope, attend)
+        return block_QH + self.mlp(self.post_attention_layernorm(block_QH))  # type: ignore[no-any-return]
+
+
+class Drafter(nn.Module):
+    """State-dict keys are the published ones; embedding and head belong to the target and are not held here."""
+
+    def __init__(self, shape: DrafterShape, generator: torch.Generator | None = None) -> None:
+        """Weights are drawn from `generator` (a CPU generator; seed 0 when None), the same on every device."""
+        super().__init__()
+        self.shape = shape
+        config, hidden = shape.config, shape.hidden_size
+        self.fc = nn.Linear(shape.num_features * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(hidden, config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.rotary = Rotary(config.head_dim, shape.rope_theta)
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Normal weights of deviation 0.02 (residual outputs smaller by sqrt(2 * layers)), norms at one."""
+        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        residual_std = INIT_STD / math.sqrt(2 * self.shape.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else INIT_STD
+            # Drawn on the CPU in fp32, so that the same seed gives the same drafter on every device and type.
+            drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+            parameter.copy_(drawn)
+
+    def fuse(self, hidden_TKH: torch.Tensor) -> torch.Tensor:
+        """Captured states [T, K*H] -> context features [T, H], once for all layers."""
+        return self.hidden_norm(self.fc(hidden_TKH))  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        hidden_TKH: torch.Tensor,
+        positions_T: torch.Tensor,
+        block_embeds_QH: torch.Tensor,
+        block_positions_Q: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Final-normed block states [Q, H], ready for the target's head."""
+        context_TH = self.fuse(hidden_TKH)
+        context_rope, block_rope = self.rotary(positions_T), self.rotary(block_positions_Q)
+        block_QH = block_embeds_QH
+        for index, layer in enumerate(self.layers):
+            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend)
+        return self.norm(block_QH)  # type: ignore[no-any-return]
