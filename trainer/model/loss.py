@@ -84,7 +84,8 @@ def block_loss(
 
     `numerator` carries the gradient to `hidden_QH`; the head gets none.
     """
-    numerator, top_Q, _ = _HeadCrossEntropy.apply(hidden_QH, head_VH, labels_Q, weights_Q, chunk_rows)
+    apply: Any = _HeadCrossEntropy.apply  # torch leaves it unannotated
+    numerator, top_Q, _ = apply(hidden_QH, head_VH, labels_Q, weights_Q, chunk_rows)
     return _sums(numerator, top_Q, labels_Q, weights_Q)
 
 

@@ -1,0 +1,197 @@
+"""The endless, deterministic, resumable stream of packed rows.
+
+An epoch is a permutation of the source's documents. Each is tokenised, cut into pieces of at most
+data.max_document_tokens and put into a pool, from which rows are filled by drawing; so the pieces of one
+long document spread over many rows. The cursor names the pool's pieces, not their text: a few hundred
+integers bring the stream back to the exact same place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainer.config import DataConfig
+from trainer.data.batch import PackedBatch
+from trainer.data.packing import Document, first_fit, pack
+from trainer.data.sources import DataError, DocumentSource, heldout_numbers, open_source
+
+POOL_PIECES = 128
+CANDIDATES = 16
+"""Pieces drawn beyond a full row, from which a gap at its end is filled."""
+
+Ref = tuple[int, int]
+"""A piece: document number, piece number."""
+
+
+class BatchStream(Iterator[PackedBatch]):
+    """`next` gives the next packed row; `seek(batch.cursor)` goes to just after that row."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        vocab_size: int,
+        mask_token_id: int,
+        run_seed: int = 0,
+        source: DocumentSource | None = None,
+    ) -> None:
+        """Raises DataError when the source is missing or empty."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._mask_token_id = mask_token_id
+        self._run_seed = run_seed
+        self._source = source if source is not None else open_source(config.source, config.format)
+        self._heldout = heldout_numbers(self._source, config.heldout_documents)
+        self._train = [n for n in range(len(self._source)) if n not in self._heldout]
+        self.skipped: Counter[str] = Counter()
+        """Documents that were left out, counted by reason."""
+        self._index = 0
+        self._epoch = 0
+        self._next = 0
+        self._draws = 0
+        self._pool: list[tuple[Ref, Document]] = []
+        self._deferred: list[tuple[Ref, Document]] = []
+        self._order = self._permutation(0)
+
+    def __next__(self) -> PackedBatch:
+        config = self._config
+        candidates = self._deferred
+        while sum(len(d) for _, d in candidates) < config.token_budget and len(candidates) < config.max_documents:
+            candidates.append(self._draw())
+        while len(candidates) < config.max_documents and self._gap(candidates) and len(candidates) < CANDIDATES:
+            candidates.append(self._draw())
+        chosen = set(first_fit([len(d) for _, d in candidates], config.token_budget, config.max_documents))
+        documents = [d for n, (_, d) in enumerate(candidates) if n in chosen]
+        self._deferred = [c for n, c in enumerate(candidates) if n not in chosen]
+        index = self._index
+        self._index += 1
+        return pack(
+            documents,
+            index=index,
+            cursor=self._cursor(),
+            token_budget=config.token_budget,
+            block_slots=config.block_slots,
+            max_documents=config.max_documents,
+            run_seed=self._run_seed,
+        )
+
+    def _gap(self, candidates: list[tuple[Ref, Document]]) -> bool:
+        """Whether first fit would leave room that a further piece might fill."""
+        lengths = [len(d) for _, d in candidates]
+        used = sum(lengths[n] for n in first_fit(lengths, self._config.token_budget, self._config.max_documents))
+        return used < self._config.token_budget
+
+    def _cursor(self) -> dict[str, Any]:
+        return {
+            "index": self._index,
+            "epoch": self._epoch,
+            "next": self._next,
+            "draws": self._draws,
+            "pool": [list(ref) for ref, _ in self._pool],
+            "deferred": [list(ref) for ref, _ in self._deferred],
+            "skipped": dict(self.skipped),
+            "documents": len(self._source),
+        }
+
+    def seek(self, cursor: dict[str, Any]) -> None:
+        """Go to where a cursor was taken. Raises DataError when the source is not the one it was taken from."""
+        if cursor["documents"] != len(self._source):
+            raise DataError(
+                f"the checkpoint was made over {cursor['documents']} documents, data.source now has "
+                f"{len(self._source)}: the run cannot go on exactly; restore the data or start a new run"
+            )
+        self._index, self._epoch = cursor["index"], cursor["epoch"]
+        self._next, self._draws = cursor["next"], cursor["draws"]
+        self._order = self._permutation(self._epoch)
+        cache: dict[int, list[Document]] = {}
+
+        def restore(ref: list[int]) -> tuple[Ref, Document]:
+            number, piece = ref
+            if number not in cache:
+                cache[number] = self._pieces(number)
+            if piece >= len(cache[number]):
+                raise DataError(f"{self._source.name(number)} changed since the checkpoint was made")
+            return (number, piece), cache[number][piece]
+
+        self._pool = [restore(ref) for ref in cursor["pool"]]
+        self._deferred = [restore(ref) for ref in cursor["deferred"]]
+        self.skipped = Counter(cursor["skipped"])  # last: reading the pieces again counted them again
+
+    def heldout(self) -> list[Document]:
+        """The first usable piece of each held-out document; they never train."""
+        pieces = [self._pieces(number) for number in sorted(self._heldout)]
+        return [found[0] for found in pieces if found]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(_seed("epoch", self._config.seed, epoch))
+        order: list[int] = torch.randperm(len(self._train), generator=generator).tolist()
+        return [self._train[n] for n in order]
+
+    def _draw(self) -> tuple[Ref, Document]:
+        empty_epochs = 0
+        while len(self._pool) < POOL_PIECES:
+            if self._next == len(self._order):
+                if not self._pool:
+                    empty_epochs += 1
+                    if empty_epochs == 2:
+                        raise DataError(
+                            f"data.source {self._config.source!r} has no document with two consecutive supervised "
+                            f"tokens; skipped: {dict(self.skipped)}"
+                        )
+                elif self._epoch_small():
+                    break
+                self._epoch, self._next = self._epoch + 1, 0
+                self._order = self._permutation(self._epoch)
+                continue
+            number = self._order[self._next]
+            self._next += 1
+            self._pool += [((number, n), piece) for n, piece in enumerate(self._pieces(number))]
+        at = _seed("draw", self._config.seed, self._draws) % len(self._pool)
+        self._draws += 1
+        self._pool[at], self._pool[-1] = self._pool[-1], self._pool[at]
+        return self._pool.pop()
+
+    def _epoch_small(self) -> bool:
+        """Whether the source is too small to fill the pool: then an epoch is drained before the next begins."""
+        return len(self._order) < POOL_PIECES
+
+    def _pieces(self, number: int) -> list[Document]:
+        """A document's usable pieces; empty when it cannot be used, which is counted."""
+        raw = self._source.read(number)
+        if raw is None:
+            self.skipped["unreadable"] += 1
+            return []
+        ids = torch.tensor(self._tokenizer(raw.text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        mask = torch.ones(ids.shape[0], dtype=torch.bool)
+        if ids.numel() and int(ids.max()) >= self._vocab_size:
+            raise DataError(
+                f"{raw.name}: token {int(ids.max())} lies outside the target's vocabulary ({self._vocab_size} rows); "
+                "the tokenizer is not the target's"
+            )
+        if bool((ids == self._mask_token_id).any()):
+            message = f"{raw.name} contains the MASK token {self._mask_token_id}"
+            if self._config.strict:
+                raise DataError(f"{message}; remove it or set drafter.mask_token_id to a row that never occurs")
+            self.skipped["contains the MASK token"] += 1
+            return []
+        size = self._config.max_document_tokens
+        pieces = [
+            Document(f"{raw.name}@{start}", ids[start : start + size], mask[start : start + size])
+            for start in range(0, ids.shape[0], size)
+        ]
+        usable = [piece for piece in pieces if piece.trainable]
+        if not usable:
+            self.skipped["no two consecutive supervised tokens"] += 1
+        return usable
+
+
+def _seed(purpose: str, seed: int, number: int) -> int:
+    digest = hashlib.blake2b(f"{purpose} {seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
