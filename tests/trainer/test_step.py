@@ -1,0 +1,293 @@
+"""A training step over persistent buffers, against the plain way of writing it: autograd, clip_grad_norm_, AdamW.
+
+Seen to fail: gradients not cleared by `apply`, the numerator divided by a local denominator, a warm-up that leaves
+moments behind, a buffer replaced instead of copied into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.config import (
+    ConfigError,
+    DataConfig,
+    DrafterConfig,
+    LossConfig,
+    OptimConfig,
+    RunConfig,
+    TargetConfig,
+    TrainConfig,
+)
+from trainer.data.batch import HiddenBatch, PackedBatch
+from trainer.inputs import ROW
+from trainer.model.anchors import anchor_generator, labels_and_weights, sample_anchors
+from trainer.model.drafter import Drafter, DrafterShape
+from trainer.model.loss import accept_lengths, reference_block_loss
+from trainer.model.mask import attend_dense, dense_mask
+from trainer.step import TrainStep
+
+HIDDEN, VOCAB, FEATURES = 32, 61, 2
+
+
+@dataclass(frozen=True)
+class Ends:
+    embed_VH: torch.Tensor
+    head_VH: torch.Tensor
+    mask_token_id: int = VOCAB - 1
+
+
+def make_config(**optim: float) -> TrainConfig:
+    return TrainConfig(
+        variant="sdpa",
+        attention="sdpa",
+        compile=False,
+        target=TargetConfig(dtype="float32", num_features=FEATURES),
+        drafter=DrafterConfig(
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            block_size=4,
+            sliding_window=9,
+            sliding_layers=(1,),
+        ),
+        data=DataConfig(token_budget=64, block_slots=12, max_documents=4, max_document_tokens=32),
+        loss=LossConfig(chunk_rows=16),
+        optim=OptimConfig(**({"lr": 1e-2} | optim)),
+        run=RunConfig(max_steps=40),
+    )
+
+
+def make_drafter(config: TrainConfig) -> Drafter:
+    shape = DrafterShape(
+        hidden_size=HIDDEN, vocab_size=VOCAB, num_features=FEATURES, rope_theta=1e4, config=config.drafter
+    )
+    return Drafter(shape)
+
+
+def make_ends() -> Ends:
+    generator = torch.Generator().manual_seed(3)
+    return Ends(*(torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3 for _ in range(2)))
+
+
+def make_batch(config: TrainConfig, index: int, supervised: bool = True) -> HiddenBatch:
+    generator = torch.Generator().manual_seed(100 + index)
+    tokens = config.data.token_budget
+    lengths = [20 + index % 5, 11, 17]
+    used = sum(lengths)
+    doc_ids = torch.full((tokens,), -1, dtype=torch.int32)
+    positions = torch.zeros(tokens, dtype=torch.int64)
+    bounds = [0]
+    for document, length in enumerate(lengths):
+        doc_ids[bounds[-1] : bounds[-1] + length] = document
+        positions[bounds[-1] : bounds[-1] + length] = torch.arange(length)
+        bounds.append(bounds[-1] + length)
+    loss_mask = (torch.rand(tokens, generator=generator) < 0.8) & (doc_ids >= 0) & supervised
+    anchors, keep = sample_anchors(loss_mask, doc_ids, config.data.block_slots, anchor_generator(0, index))
+    cu_seqlens = torch.tensor(bounds + [bounds[-1]] * (config.data.max_documents + 1 - len(bounds)), dtype=torch.int32)
+    packed = PackedBatch(
+        index=index,
+        cursor={},
+        input_ids_T=torch.randint(0, VOCAB - 1, (tokens,), generator=generator),
+        positions_T=positions,
+        doc_ids_T=doc_ids,
+        loss_mask_T=loss_mask,
+        cu_seqlens_D1=cu_seqlens,
+        anchors_N=anchors,
+        keep_N=keep,
+        documents=3,
+        tokens=used,
+    )
+    return HiddenBatch(packed=packed, hidden_TKH=torch.randn(tokens, FEATURES * HIDDEN, generator=generator))
+
+
+def make_step(config: TrainConfig) -> TrainStep:
+    return TrainStep(config, make_drafter(config), make_ends(), "cpu")
+
+
+def plain_sums(config: TrainConfig, drafter: nn.Module, batch: HiddenBatch):
+    """(numerator, denominator, correct, counted, accept_sum, blocks) by the oracle mask and the plain loss."""
+    packed, ends, block = batch.packed, make_ends(), config.drafter.block_size
+    ids, labels, weights, positions = labels_and_weights(
+        packed.input_ids_T,
+        packed.positions_T,
+        packed.doc_ids_T,
+        packed.loss_mask_T,
+        packed.anchors_N,
+        packed.keep_N,
+        block_size=block,
+        mask_token_id=ends.mask_token_id,
+    )
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        window = config.drafter.sliding_window if layer in config.drafter.sliding_layers else None
+        return attend_dense(q, k, v, dense_mask(packed.anchors_N, packed.keep_N, packed.doc_ids_T, block, window))
+
+    embeds = ends.embed_VH[ids.flatten()]
+    states = drafter(batch.hidden_TKH, packed.positions_T, embeds, positions.flatten(), attend)
+    sums = reference_block_loss(states, ends.head_VH, labels.flatten(), weights.flatten())
+    counted = (weights > 0).any(1)
+    lengths = accept_lengths(sums.hits_Q, weights.flatten(), block)
+    return sums.numerator, sums.denominator, sums.correct, sums.counted, (lengths * counted).sum(), counted.sum()
+
+
+def test_twenty_steps_equal_the_plain_loop() -> None:
+    config = make_config(weight_decay=0.05, warmup_ratio=0.1)
+    step, plain = make_step(config), make_drafter(config)
+    peer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.05)
+    from tests.trainer.test_optim import lr_lambda
+
+    rates = torch.optim.lr_scheduler.LambdaLR(peer, lr_lambda(config.optim, 40))
+    for index in range(20):
+        batch = make_batch(config, index)
+        step.load(batch)
+        step.accumulate()
+        step.apply()
+        got = step.metrics()
+
+        numerator, denominator, correct, counted, accept_sum, blocks = plain_sums(config, plain, batch)
+        peer.zero_grad()
+        (numerator / denominator).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), config.optim.clip)
+        assert got.lr == pytest.approx(rates.get_last_lr()[0], rel=1e-6)
+        peer.step()
+        rates.step()
+        assert got.loss == pytest.approx((numerator / denominator).item(), rel=1e-4)
+        assert got.grad_norm == pytest.approx(norm.item(), rel=1e-3)
+        assert got.accuracy == pytest.approx((correct / counted).item())
+        assert got.accept_len == pytest.approx((accept_sum / blocks).item())
+        assert (got.step, got.tokens, got.updated) == (index + 1, batch.packed.tokens, True)
+    for (name, mine), theirs in zip(step.weights().items(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.data, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_two_drafters_with_summed_gradients_equal_one_with_both_batches() -> None:
+    config = make_config()
+    one, left, right = (make_step(config) for _ in range(3))
+    for index in range(6):
+        batches = make_batch(config, 2 * index), make_batch(config, 2 * index + 1)
+        for batch in batches:
+            one.load(batch)
+            one.accumulate()
+        for step, batch in zip((left, right), batches, strict=True):
+            step.load(batch)
+            step.accumulate()
+        for mine, other in ((left.grads, right.grads), (left.stats, right.stats)):
+            total = mine + other
+            mine.copy_(total)
+            other.copy_(total)
+        for step in (one, left, right):
+            step.apply()
+        assert one.metrics().loss == pytest.approx(left.metrics().loss, rel=1e-5)
+    assert left.metrics() == right.metrics()
+    for name, weight in left.weights().items():
+        assert torch.equal(weight, right.weights()[name])
+        torch.testing.assert_close(weight, one.weights()[name], rtol=1e-3, atol=1e-5)
+
+
+def test_warm_up_leaves_everything_as_it_was_and_training_the_same() -> None:
+    config = make_config()
+    warm, cold = make_step(config), make_step(config)
+    before = {name: value.clone() for name, value in warm.state_dict().items()}
+    addresses = buffer_addresses(warm)
+    warm.warm_up()
+    after = warm.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not warm.grads.any()
+    assert not warm.stats.any()
+    for index in range(3):
+        for step in (warm, cold):
+            step.load(make_batch(config, index))
+            step.accumulate()
+            step.apply()
+    assert warm.metrics() == cold.metrics()
+    assert all(torch.equal(a, b) for a, b in zip(warm.weights().values(), cold.weights().values(), strict=True))
+    assert buffer_addresses(warm) == addresses
+
+
+def buffer_addresses(step: TrainStep) -> list[int]:
+    tensors = [getattr(step.inputs, name) for name in ("hidden_TKH", *ROW)] + [step.grads, step.stats]
+    tensors += list(step.drafter.parameters()) + [p.grad for p in step.drafter.parameters()]
+    return [x.data_ptr() for x in tensors]
+
+
+def test_a_batch_without_anchors_changes_nothing() -> None:
+    config = make_config()
+    step = make_step(config)
+    step.load(make_batch(config, 0, supervised=False))
+    before = step.weights()
+    step.accumulate()
+    step.apply()
+    got = step.metrics()
+    assert not got.updated
+    assert (got.step, got.loss, got.blocks) == (0, 0.0, 0)
+    assert all(torch.equal(before[name], after) for name, after in step.weights().items())
+
+
+def test_a_batch_that_follows_another_leaves_no_trace_of_it() -> None:
+    config = make_config()
+    used, fresh = make_step(config), make_step(config)
+    used.load(make_batch(config, 1))
+    used.accumulate()
+    used.grads.zero_()
+    used.stats.zero_()
+    for step in (used, fresh):
+        step.load(make_batch(config, 2))
+        step.accumulate()
+    assert torch.equal(used.grads, fresh.grads)
+    assert torch.equal(used.stats, fresh.stats)
+
+
+def test_resume_is_bit_exact() -> None:
+    config = make_config()
+    through, resumed = make_step(config), make_step(config)
+    losses = []
+    state = None
+    for index in range(8):
+        if index == 4:
+            state = through.state_dict()
+        through.load(make_batch(config, index))
+        through.accumulate()
+        through.apply()
+        losses.append(through.metrics())
+    assert state is not None
+    resumed.load_state_dict(state)
+    for index in range(4, 8):
+        resumed.load(make_batch(config, index))
+        resumed.accumulate()
+        resumed.apply()
+        assert resumed.metrics() == losses[index]
+
+
+def test_micro_steps_in_bf16_are_summed_in_fp32() -> None:
+    config = make_config(micro_steps=3)
+    config = replace(config, target=replace(config.target, dtype="bfloat16"))
+    step = make_step(config)
+    assert step.grads.dtype == torch.float32
+    assert next(step.drafter.parameters()).dtype == torch.bfloat16
+    for index in range(3):
+        batch = make_batch(config, index)
+        step.load(replace(batch, hidden_TKH=batch.hidden_TKH.bfloat16()))
+        step.accumulate()
+    step.apply()
+    assert step.metrics().updated
+
+
+def test_a_batch_of_another_shape_is_refused_and_names_the_field() -> None:
+    config = make_config()
+    step = make_step(config)
+    batch = make_batch(config, 0)
+    wrong = replace(batch, packed=replace(batch.packed, anchors_N=batch.packed.anchors_N[:-1]))
+    with pytest.raises(ValueError, match="anchors_N has shape"):
+        step.load(wrong)
+
+
+def test_what_is_not_built_is_refused() -> None:
+    config = make_config()
+    with pytest.raises(ConfigError, match=r"loss\.labels=kl"):
+        make_step(replace(config, loss=replace(config.loss, labels="kl")))
