@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,15 +34,13 @@ STATS = ("numerator", "denominator", "correct", "counted", "accept_sum", "blocks
 """What `TrainStep.stats` sums, in this order; each may be added over micro-steps and drafters."""
 
 
-class TargetEnds(Protocol):
-    """What the drafter borrows from the frozen target."""
+@dataclass(frozen=True, slots=True)
+class TargetEnds:
+    """What the drafter borrows from the frozen target; copied to the drafter's device if they lie elsewhere."""
 
-    @property
-    def embed_VH(self) -> torch.Tensor: ...  # shape suffix
-    @property
-    def head_VH(self) -> torch.Tensor: ...  # shape suffix
-    @property
-    def mask_token_id(self) -> int: ...
+    embed_VH: torch.Tensor
+    head_VH: torch.Tensor
+    mask_token_id: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ moments behind, a buffer replaced instead of copied into.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,16 +28,9 @@ from trainer.model.anchors import anchor_generator, labels_and_weights, sample_a
 from trainer.model.drafter import Drafter, DrafterShape
 from trainer.model.loss import accept_lengths, reference_block_loss
 from trainer.model.mask import attend_dense, dense_mask
-from trainer.step import TrainStep
+from trainer.step import TargetEnds, TrainStep
 
 HIDDEN, VOCAB, FEATURES = 32, 61, 2
-
-
-@dataclass(frozen=True)
-class Ends:
-    embed_VH: torch.Tensor
-    head_VH: torch.Tensor
-    mask_token_id: int = VOCAB - 1
 
 
 def make_config(**optim: float) -> TrainConfig:
@@ -70,9 +63,9 @@ def make_drafter(config: TrainConfig) -> Drafter:
     return Drafter(shape)
 
 
-def make_ends() -> Ends:
+def make_ends() -> TargetEnds:
     generator = torch.Generator().manual_seed(3)
-    return Ends(*(torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3 for _ in range(2)))
+    return TargetEnds(*(torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3 for _ in range(2)), VOCAB - 1)
 
 
 def make_batch(config: TrainConfig, index: int, supervised: bool = True) -> HiddenBatch:
