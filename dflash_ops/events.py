@@ -67,6 +67,9 @@ def _parse(line: str) -> Event | None:
 
 
 def _number(value: object) -> float | None:
+    if isinstance(value, str):
+        # JSON has no word for them; the trainer writes them as text.
+        return float(value) if value in ("nan", "inf", "-inf") else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -6,14 +6,14 @@
                           finishing ─▶ finished (0) | failed (an error) | killed (a signal)
     from anywhere ─▶ lost: nobody wrote down how it ended
 
-An exit record is the strongest fact, then the boot id, then the process table, then metrics.jsonl. All times are
-by the target's clock, so a laptop whose clock is off sees the same state.
+An exit record is the strongest fact, then the boot id, then the process table, then metrics.jsonl. Nothing on disk
+can claim that a dead run is running. All times are by the target's clock, so a laptop whose clock is off sees the
+same state. Standard library only: the target's agent uses this module too.
 """
 
 from __future__ import annotations
 
 import itertools
-import signal as signals
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,27 +43,33 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExitFacts:
-    """exit.json: how the supervisor saw the trainer end. `oom_kills` counts the cgroup's kills during the run."""
+    """How the supervisor saw the trainer end. `oom_kills` counts the kernel's kills for memory during the run."""
 
-    exit_code: int | None
-    signal: int | None = None
-    oom_kills: int = 0
+    code: int | None
+    signal: str | None = None
+    oom_kills: int | None = None
+    stopped: bool = False
+    """A signal to stop was passed on to the trainer before its end."""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What is known of one run. None stands for unknown everywhere, and unknown is never taken for dead."""
+    """What is known of one run, besides its metrics. A process that has not been started yet is None, not dead."""
 
     now: float
-    started: float
-    launch_boot_id: str | None = None
-    boot_id: str | None = None
-    container_uptime_s: float | None = None
-    process_alive: bool | None = None
+    created: float
+    launch_boot: str
+    boot: str
+    """Kernel boot id, a slash, and what tells one start of the container from the next."""
+    launcher_alive: bool = False
+    supervisor_alive: bool | None = None
+    trainer_alive: bool | None = None
+    trainer_pid: int | None = None
     exit: ExitFacts | None = None
     stop_requested: bool = False
     oom_kills: int | None = None
-    """memory.events oom_kill now, less its value at launch."""
+    """The kernel's kills for memory since launch, where that can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,47 +92,55 @@ class Health:
         return f"{self.state} ({self.evidence})"
 
 
+LAUNCH_GRACE_S = 60.0
+"""How long a run without any process may count as starting: the launcher hands over within this."""
+
+
 def assess(facts: RunFacts, events: Sequence[Event], policy: StallPolicy | None = None) -> Health:
     """The state of a run. `events` is the tail of its metrics.jsonl, of the newest attempt."""
     if facts.exit is not None:
         return _ended(facts.exit, events)
-    if (restart := _restart(facts)) is not None:
-        return Health(State.LOST, restart)
-    if facts.process_alive is False:
-        if facts.oom_kills:
-            return Health(State.LOST, f"out of memory: the kernel killed {facts.oom_kills} process(es), no exit record")
-        return Health(State.LOST, "the process is gone and no exit record was written")
+    if (gone := _vanished(facts)) is not None:
+        return Health(State.LOST, gone)
+    if facts.supervisor_alive is None:
+        return Health(State.STARTING, "the launcher is handing over")
+    if not facts.trainer_alive and not events:
+        return Health(State.STARTING, "the supervisor is starting the trainer")
+    if facts.trainer_alive is False:
+        return Health(State.FINISHING, "the trainer has ended, its supervisor is writing the record")
     if facts.stop_requested:
         return Health(State.FINISHING, "it was told to stop")
     return _living(facts, events, policy or StallPolicy())
 
 
 def _ended(end: ExitFacts, events: Sequence[Event]) -> Health:
-    if end.signal:
-        because = ", out of memory" if end.oom_kills else ""
-        return Health(State.KILLED, f"{_signal_name(end.signal)}{because}")
-    if end.exit_code == 0:
-        reason = next((e.values.get("reason") for e in reversed(events) if e.kind == "end"), None)
-        return Health(State.FINISHED, str(reason) if reason else "exit code 0")
-    if end.exit_code is None:
+    for_memory = f"; the kernel killed {end.oom_kills} process(es) here for memory" if end.oom_kills else ""
+    if end.signal is not None:
+        return Health(State.KILLED, f"ended by {end.signal}{for_memory}")
+    if end.code is None:
         return Health(State.LOST, "the exit record holds neither an exit code nor a signal")
-    because = f", {end.oom_kills} out-of-memory kill(s) during the run" if end.oom_kills else ""
-    return Health(State.FAILED, f"exit code {end.exit_code}{because}")
+    said = next((event for event in reversed(events) if event.kind == "end"), None)
+    reason = str(said.values.get("reason") or "") if said else ""
+    if end.code == 0:
+        return Health(State.FINISHED, "stopped on request" if end.stopped else reason or "exit code 0")
+    return Health(State.FAILED, (end.reason or f"exit code {end.code}{f' ({reason})' if reason else ''}") + for_memory)
 
 
-def _restart(facts: RunFacts) -> str | None:
-    age = facts.now - facts.started
-    if facts.container_uptime_s is not None and facts.container_uptime_s + 1 < age:
-        # A container shares its host's boot id: uptime alone tells a container's restart.
-        where = "host" if _boot_changed(facts) else "container"
-        return f"{where} restarted: up for {facts.container_uptime_s:.0f} s, the run began {age:.0f} s ago"
-    if _boot_changed(facts):
-        return f"host restarted: boot id {_short(facts.launch_boot_id)} at launch, {_short(facts.boot_id)} now"
-    return None
-
-
-def _boot_changed(facts: RunFacts) -> bool:
-    return bool(facts.launch_boot_id and facts.boot_id and facts.launch_boot_id != facts.boot_id)
+def _vanished(facts: RunFacts) -> str | None:
+    age = facts.now - facts.created
+    if facts.launch_boot != facts.boot:
+        host_then, host_now = (boot.partition("/")[0] for boot in (facts.launch_boot, facts.boot))
+        return f"{'container' if host_then == host_now else 'host'} restarted under the run"
+    if facts.supervisor_alive is None:
+        handing_over = facts.launcher_alive or age < LAUNCH_GRACE_S
+        return None if handing_over else "the launch was cut off before the trainer started"
+    if facts.supervisor_alive:
+        return None
+    if facts.trainer_alive:
+        return f"its supervisor was killed; the trainer (pid {facts.trainer_pid}) was told to stop"
+    if facts.oom_kills:
+        return f"out of memory: the kernel killed {facts.oom_kills} process(es), the supervisor among them"
+    return "trainer and supervisor are gone and left no exit record: killed from outside"
 
 
 def _living(facts: RunFacts, events: Sequence[Event], policy: StallPolicy) -> Health:
@@ -137,7 +151,7 @@ def _living(facts: RunFacts, events: Sequence[Event], policy: StallPolicy) -> He
     steps = [event for event in events if event.kind == "step"]
     if steps:
         return _stepping(facts, events, steps, policy)
-    age = facts.now - facts.started
+    age = facts.now - facts.created
     if "gate_open" in kinds:
         quiet = facts.now - events[-1].time
         if quiet > policy.warmup_deadline_s:
@@ -176,14 +190,3 @@ def _span(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def _short(boot_id: str | None) -> str:
-    return (boot_id or "?")[:8]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

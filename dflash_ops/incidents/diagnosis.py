@@ -112,7 +112,7 @@ def _ended_well(evidence: Evidence) -> bool:
         record = json.loads(evidence.text(Source.EXIT))
     except (ValueError, RecursionError):
         return False
-    return isinstance(record, dict) and record.get("exit_code") == 0 and not record.get("signal")
+    return isinstance(record, dict) and record.get("code") == 0 and not record.get("signal")
 
 
 def _last_lines(evidence: Evidence, count: int = 5) -> tuple[Line, ...]:

@@ -8,6 +8,9 @@ from dflash_ops.incidents.signature import Incident, seen
 LOG, EXIT, GPU = Source.LOG, Source.EXIT, Source.GPU
 KERNEL, FACTS, FAILURE = Source.KERNEL, Source.FACTS, Source.FAILURE
 
+_SLOW_ON_PURPOSE = r"allow_slow_kernels=True|\bgpus +none"
+"""A log header that says: no GPU here, or slow kernels were asked for."""
+
 ENVIRONMENT = (
     Incident(
         name="missing-fast-kernels",
@@ -17,17 +20,15 @@ ENVIRONMENT = (
                 LOG,
                 r"fast path is not available because one of the required librar",
                 weight=3,
-                unless=r"allow_slow|\bcpu\b",
+                unless=_SLOW_ON_PURPOSE,
             ),
-            seen(
-                LOG, r"is falling back to its reference PyTorch implementation", weight=3, unless=r"allow_slow|\bcpu\b"
-            ),
+            seen(LOG, r"is falling back to its reference PyTorch implementation", weight=3, unless=_SLOW_ON_PURPOSE),
             seen(
                 LOG,
                 r"(?:flash-linear-attention|causal-conv1d).{0,80}(?:missing|not installed|cannot be imported|"
                 r"not selected|required)",
                 weight=3,
-                unless=r"\bcpu\b",
+                unless=_SLOW_ON_PURPOSE,
             ),
             seen(FAILURE, r"(?:flash-linear-attention|causal-conv1d|fast kernels?).{0,80}(?:missing|not )", weight=3),
         ),

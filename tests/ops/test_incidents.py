@@ -113,9 +113,9 @@ def test_an_error_that_the_trainer_outlived_is_no_incident() -> None:
 
 def test_a_run_that_ended_with_0_had_no_fatal_incident() -> None:
     log = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert isinstance(diagnose(Evidence.of(log=log, exit_record='{"exit_code": 0, "signal": null}')), NoMatch)
-    assert isinstance(diagnose(Evidence.of(log=log, exit_record='{"exit_code": 1, "signal": null}')), Diagnosis)
-    assert isinstance(diagnose(Evidence.of(log=log, exit_record='{"exit_code": 0, "sig')), Diagnosis)
+    assert isinstance(diagnose(Evidence.of(log=log, exit_record='{"code": 0, "signal": null}')), NoMatch)
+    assert isinstance(diagnose(Evidence.of(log=log, exit_record='{"code": 1, "signal": null}')), Diagnosis)
+    assert isinstance(diagnose(Evidence.of(log=log, exit_record='{"code": 0, "sig')), Diagnosis)
 
 
 def test_the_first_error_wins_among_equals() -> None:
