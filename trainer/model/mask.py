@@ -14,6 +14,9 @@ Visibility goes by original position, never by block number: blocks closer than 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainer.model.drafter import Attend, DrafterShape
 
 
 def anchor_documents(anchors_N: torch.Tensor, doc_ids_T: torch.Tensor) -> torch.Tensor:
@@ -65,3 +68,17 @@ def open_empty_rows(mask_QS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     seen_Q1 = mask_QS.any(dim=1, keepdim=True)
     return mask_QS | ~seen_Q1, seen_Q1
+
+
+def attend_sdpa(anchors_N: torch.Tensor, keep_N: torch.Tensor, doc_ids_T: torch.Tensor, shape: DrafterShape) -> Attend:
+    """The attention of one row through SDPA with dense masks: for evaluation, tests and small runs."""
+    kinds = {(shape.window(i), shape.causal(i)) for i in range(shape.config.num_layers)}
+    masks = {kind: open_empty_rows(dense_mask(anchors_N, keep_N, doc_ids_T, shape.block_size, *kind)) for kind in kinds}
+
+    def attend(layer_index: int, q_HQD: torch.Tensor, k_HkD: torch.Tensor, v_HkD: torch.Tensor) -> torch.Tensor:
+        mask_QS, seen_Q1 = masks[shape.window(layer_index), shape.causal(layer_index)]
+        # A fourth dimension in front: the fused CPU and GPU kernels take batched input only.
+        mixed = scaled_dot_product_attention(q_HQD[None], k_HkD[None], v_HkD[None], attn_mask=mask_QS, enable_gqa=True)
+        return mixed[0] * seen_Q1
+
+    return attend
