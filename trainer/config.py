@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -184,14 +185,22 @@ class RunConfig:
     """Seconds one thread's warm-up may take before the process dumps all stacks and exits."""
     stop_deadline_s: float = 25.0
     """Seconds from TERM or HUP to the end."""
+    stall_deadline_s: float = 900.0
+    """Seconds any stage may wait for another in steady state before the run ends with an error."""
+    eval_deadline_s: float = 600.0
+    """Seconds the last evaluation may take after the last step."""
+    tensorboard: bool = True
+    """Write the same numbers for TensorBoard, where it is installed."""
     seed: int = 0
     resume: str | None = None
-    """A checkpoint directory, or `auto`: the newest one of the run directory."""
+    """A checkpoint directory, or `auto`: the newest intact one of the run directory."""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "log_every", "eval_every", "checkpoint_every", "keep_last", "queue_depth"):
             _require(getattr(self, name) >= 1, f"run.{name} must be at least 1")
-        _require(self.gate_deadline_s > 0, "run.gate_deadline_s must be positive")
+        for name in ("gate_deadline_s", "stop_deadline_s", "stall_deadline_s", "eval_deadline_s"):
+            _require(getattr(self, name) > 0, f"run.{name} must be positive")
+        _require(0 <= self.seed < 2**63, "run.seed must lie in 0 .. 2**63 - 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,20 +230,23 @@ def to_dict(config: Any) -> dict[str, Any]:
     return loaded
 
 
-def from_dict(cls: type[ConfigT], values: dict[str, Any]) -> ConfigT:
-    """The inverse of `to_dict`; raises ConfigError on an unknown key or a wrong type."""
+def from_dict(cls: type[ConfigT], values: dict[str, Any], prefix: str = "") -> ConfigT:
+    """The inverse of `to_dict`; raises ConfigError on an unknown key or a wrong type.
+
+    `prefix` is the dotted path of this group, for the messages.
+    """
     hints = typing.get_type_hints(cls)
-    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # cls is a dataclass by contract
+    known = {f"{prefix}{f.name}" for f in dataclasses.fields(cls)}  # type: ignore[arg-type]  # cls is a dataclass
     for key in values:
-        if key not in known:
-            raise ConfigError(_unknown(key, known))
-    return cls(**{key: _coerce(key, value, hints[key]) for key, value in values.items()})
+        if f"{prefix}{key}" not in known:
+            raise ConfigError(_unknown(f"{prefix}{key}", known))
+    return cls(**{key: _coerce(f"{prefix}{key}", value, hints[key]) for key, value in values.items()})
 
 
 def override(config: ConfigT, assignments: dict[str, str]) -> ConfigT:
     """Apply dotted `key=value` overrides given as text; a wrong key names the nearest right one."""
     values = to_dict(config)
-    keys = _flat_keys(values)
+    keys = set(flatten(values))
     for dotted, text in assignments.items():
         if dotted not in keys:
             raise ConfigError(_unknown(dotted, keys))
@@ -246,14 +258,15 @@ def override(config: ConfigT, assignments: dict[str, str]) -> ConfigT:
     return from_dict(type(config), values)
 
 
-def _flat_keys(values: dict[str, Any], prefix: str = "") -> set[str]:
-    keys: set[str] = set()
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as {dotted key: value}."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            keys |= _flat_keys(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            keys.add(f"{prefix}{key}")
-    return keys
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _parse(text: str) -> Any:
@@ -269,7 +282,7 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         _require(isinstance(value, dict), f"{key} must be a group of settings")
-        return from_dict(hint, value)  # type: ignore[arg-type]  # is_dataclass narrows to instance or type
+        return from_dict(hint, value, f"{key}.")  # type: ignore[arg-type]  # is_dataclass narrows to instance or type
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
@@ -284,13 +297,15 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
             return tuple(_coerce(key, item, args[0]) for item in items)
         _require(len(items) == len(args), f"{key} needs {len(args)} values, got {len(items)}")
         return tuple(_coerce(key, item, arg) for item, arg in zip(items, args, strict=True))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        _require(math.isfinite(value), f"{key} must be a finite number, got {value}")
         return float(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     _require(
         isinstance(value, hint) and (hint is bool or not isinstance(value, bool)),
-        f"{key} must be {hint.__name__}, got {value!r}",
+        f"{key} must be {words.get(hint, hint.__name__)}, got {value!r}",
     )
     return value
 

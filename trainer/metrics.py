@@ -1,0 +1,301 @@
+"""What a run says: metrics.jsonl, the human log and TensorBoard, all from the same frozen events.
+
+metrics.jsonl holds one object per line with `event` and `time` (seconds since the epoch). The human log goes
+to standard output through one formatter. Both are written with plain `write` calls on file descriptors: a
+thread that hangs inside a print must not be able to keep the watchdog from having the last word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """The run begins; everything needed to understand or repeat it."""
+
+    event: ClassVar[str] = "start"
+    release: str
+    variant: str
+    config: dict[str, Any]
+    versions: dict[str, str]
+    gpus: list[str]
+    cpuset: list[int]
+    notes: list[str] = field(default_factory=list)
+    """What differs from the request on this machine, said once."""
+    resumed_from: str | None = None
+    step: int = 0
+    pid: int = field(default_factory=os.getpid)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warmup:
+    """One thread passed the gate."""
+
+    event: ClassVar[str] = "warmup"
+    thread: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateOpen:
+    """Every warm-up is done; training begins."""
+
+    event: ClassVar[str] = "gate_open"
+    seconds: float
+    """Since the process started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One logged optimizer step. Rates cover the time since the previous logged step."""
+
+    event: ClassVar[str] = "step"
+    step: int
+    max_steps: int
+    loss: float
+    accept_len: float
+    accuracy: float
+    tokens: int
+    """Context tokens trained on since the run began, resumed part included."""
+    context_tokens_per_s: float
+    block_tokens_per_s: float
+    lr: float
+    grad_norm: float
+    memory_gb: float
+    """Peak GPU memory over all devices in GB; without a GPU the process's peak resident memory."""
+    queues: dict[str, int]
+    """Items waiting in each channel."""
+    utilization: dict[str, float]
+    """Share of the time in which each stage did not wait for another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eval:
+    """Acceptance length on held-out documents, bonus token included."""
+
+    event: ClassVar[str] = "eval"
+    step: int
+    accept_len: float
+    by_position: list[float]
+    """Share of blocks whose first k drafted tokens were all accepted, k = 1..B-1."""
+    blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint is complete on disk."""
+
+    event: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The last event of every run that could still speak."""
+
+    event: ClassVar[str] = "end"
+    reason: str
+    """`done`, `stopped`, `error` or `gate_deadline`."""
+    exit_code: int
+    step: int
+    error: str | None = None
+    culprit: str | None = None
+    """The thread whose warm-up did not end."""
+    summary: dict[str, Any] | None = None
+
+
+Event = Start | Warmup | GateOpen | Step | Eval | Checkpoint | End
+
+
+class _Board(Protocol):
+    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """The three sinks of a run. Thread-safe; nothing is written after `end`."""
+
+    LOCK_S = 5.0
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool = False, log_fd: int = 1) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = run_dir / "metrics.jsonl"
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._log_fd = log_fd
+        self._lock = threading.Lock()
+        self._ended = False
+        self._board = _board(run_dir / "tensorboard") if tensorboard else None
+        _end_torn_line(self.path, self._fd)
+
+    def emit(self, event: Event) -> None:
+        """Write one event to all sinks."""
+        line = json.dumps(_jsonable({"event": event.event, "time": time.time(), **dataclasses.asdict(event)}))
+        # A bounded wait: if the holder hangs (a dead disk), the line is written without the lock, still whole.
+        held = self._lock.acquire(timeout=self.LOCK_S)
+        try:
+            if self._ended:
+                return
+            self._ended = isinstance(event, End)
+            _write(self._fd, line + "\n")
+            for text in human(event):
+                self._say(text)
+            self._scalars(event)
+        finally:
+            if held:
+                self._lock.release()
+
+    def say(self, text: str) -> None:
+        """A line of the human log that is no event."""
+        self._say(text)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def close(self) -> None:
+        """Flush to the disk; the object is not used afterwards."""
+        os.fsync(self._fd)
+        if self._board is not None:
+            self._board.close()
+
+    def _say(self, text: str) -> None:
+        stamp = time.strftime("%H:%M:%S")
+        _write(self._log_fd, "".join(f"{stamp} {line}\n" for line in text.splitlines() or [""]))
+
+    def _scalars(self, event: Event) -> None:
+        if self._board is None or not isinstance(event, (Step, Eval)):
+            return
+        prefix = "train" if isinstance(event, Step) else "heldout"
+        for key, value in dataclasses.asdict(event).items():
+            values = value if isinstance(value, dict) else {"": value}
+            for name, number in values.items():
+                if isinstance(number, (int, float)) and key not in ("step", "max_steps"):
+                    self._board.add_scalar(f"{prefix}/{key}{'/' + name if name else ''}", number, event.step)
+        if isinstance(event, Eval):
+            self._board.flush()
+
+
+def human(event: Event) -> list[str]:
+    """The human log's lines for one event: the only formatter there is."""
+    match event:
+        case Start():
+            return _header(event)
+        case Warmup():
+            return [f"warm-up   {event.thread} ready after {event.seconds:.1f} s"]
+        case GateOpen():
+            return [f"gate      open {event.seconds:.1f} s after the start; training begins"]
+        case Step():
+            return [
+                f"step {event.step:>6}/{event.max_steps}  loss {event.loss:.4f}  accept {event.accept_len:.3f}  "
+                f"acc {event.accuracy:.3f}  lr {event.lr:.2e}  grad {event.grad_norm:.2f}  "
+                f"ctx {event.context_tokens_per_s:,.0f} tok/s  blk {event.block_tokens_per_s:,.0f} tok/s  "
+                f"mem {event.memory_gb:.2f} GB  busy "
+                + " ".join(f"{name} {share:.0%}" for name, share in event.utilization.items())
+            ]
+        case Eval():
+            shares = " ".join(f"{share:.2f}" for share in event.by_position)
+            measured = f"held-out acceptance length {event.accept_len:.3f}, by position {shares}"
+            return [f"eval      step {event.step}: {measured} ({event.blocks} blocks, {event.seconds:.1f} s)"]
+        case Checkpoint():
+            return [f"saved     step {event.step}: {event.path} ({event.seconds:.1f} s)"]
+        case End():
+            words = {"done": "finished", "stopped": "stopped on request", "gate_deadline": "warm-up hung"}
+            lines = [f"end       {words.get(event.reason, event.reason)} at step {event.step}, exit {event.exit_code}"]
+            if event.culprit:
+                lines.append(f"          culprit: {event.culprit}")
+            if event.error:
+                lines.extend(f"          {line}" for line in event.error.splitlines())
+            return lines
+
+
+def _header(event: Start) -> list[str]:
+    lines = [
+        f"release   {event.release}",
+        f"variant   {event.variant}",
+        f"pid       {event.pid}",
+        "versions  " + ", ".join(f"{name} {version}" for name, version in event.versions.items()),
+        "gpus      " + (", ".join(event.gpus) or "none"),
+        f"cpuset    {_ranges(event.cpuset)} ({len(event.cpuset)} cores)",
+    ]
+    for group, values in event.config.items():
+        if isinstance(values, dict):
+            text = ", ".join(f"{key}={_plain(value)}" for key, value in values.items())
+            lines.append(f"config    {group}: {text}")
+        else:
+            lines.append(f"config    {group}={_plain(values)}")
+    if event.resumed_from:
+        lines.append(f"resume    step {event.step} from {event.resumed_from}")
+    lines.extend(f"note      {note}" for note in event.notes)
+    return lines
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(_plain(item) for item in value) + "]"
+    return "none" if value is None else str(value)
+
+
+def _ranges(cores: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts) or "unknown"
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has no NaN and no infinity; they become the words a reader expects."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    return value
+
+
+def _write(fd: int, text: str) -> None:
+    data = text.encode(errors="replace")
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except OSError:
+            # The reader of the log went away or the disk is full; the run itself must not die of it.
+            return
+
+
+def _end_torn_line(path: Path, fd: int) -> None:
+    """A killed writer may have left half a line; the next event must start on its own."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell() == 0:
+            return
+        file.seek(-1, os.SEEK_END)
+        torn = file.read(1) != b"\n"
+    if torn:
+        _write(fd, "\n")
+
+
+def _board(directory: Path) -> _Board | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    writer: _Board = SummaryWriter(str(directory))
+    return writer
