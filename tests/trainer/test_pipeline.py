@@ -1,0 +1,330 @@
+"""The whole pipeline on CPU threads with the shipped target: routing, equality, failures, variants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import events, run_small, small_config, small_parts
+
+from trainer.checkpoint import CheckpointStore
+from trainer.data.batch import PackedBatch
+from trainer.parts import DrafterStep, Parts
+from trainer.step import STATS, TrainStep
+
+
+def weights_of(directory: Path, step: int) -> dict[str, torch.Tensor]:
+    return CheckpointStore(directory / "checkpoints").load(directory / f"checkpoints/step-{step:08d}").weights
+
+
+class TestARun:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def directory(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        directory = tmp_path_factory.mktemp("run")
+        code, _ = run_small(small_config(), directory)
+        assert code == 0
+        return directory
+
+    def test_every_event_of_the_contract_in_its_order(self, directory: Path) -> None:
+        kinds = [row["event"] for row in events(directory)]
+        assert kinds[-1] == "end"
+        assert kinds.count("end") == 1
+        assert kinds.index("gate_open") > max(i for i, kind in enumerate(kinds) if kind == "warmup")
+        assert kinds.index("step") > kinds.index("gate_open")
+        assert [row["step"] for row in events(directory, "step")] == [1, 2, 3, 4, 5, 6]
+        assert [row["thread"] for row in events(directory, "warmup")] == ["drafter0", "drafter1", "verifier0"]
+        assert [row["step"] for row in events(directory, "checkpoint")] == [3, 6]
+
+    def test_untrained_and_last_weights_are_evaluated(self, directory: Path) -> None:
+        """Fails when the box drops the last snapshot or when the process leaves before it is measured."""
+        steps = [row["step"] for row in events(directory, "eval")]
+        assert steps[0] == 0
+        assert steps[-1] == 6
+        for row in events(directory, "eval"):
+            assert len(row["by_position"]) == small_config().drafter.block_size - 1
+            assert row["accept_len"] >= 1.0
+
+    def test_step_events_carry_the_numbers_of_the_contract(self, directory: Path) -> None:
+        for row in events(directory, "step"):
+            for key in ("loss", "accept_len", "accuracy", "tokens", "lr", "grad_norm", "memory_gb"):
+                assert isinstance(row[key], int | float), key
+            assert row["context_tokens_per_s"] > 0
+            assert row["block_tokens_per_s"] > 0
+            assert set(row["utilization"]) == {"prefetcher", "target0", "drafter0", "drafter1", "verifier0"}
+            assert all(0.0 <= share <= 1.0 for share in row["utilization"].values())
+            assert set(row["queues"]) == {"prefetcher -> target0", "target0 -> drafter0", "target0 -> drafter1"}
+
+    def test_the_end_says_how_it_went(self, directory: Path) -> None:
+        (end,) = events(directory, "end")
+        assert end["reason"] == "done"
+        assert end["exit_code"] == 0
+        summary = end["summary"]
+        assert summary["steps"] == 6
+        assert summary["loss_first"] == events(directory, "step")[0]["loss"]
+        assert summary["loss_last"] == events(directory, "step")[-1]["loss"]
+        assert summary["accept_len_first"] == events(directory, "eval")[0]["accept_len"]
+        assert Path(summary["checkpoint"]).is_dir()
+
+    def test_the_best_checkpoint_is_linked(self, directory: Path) -> None:
+        best = directory / "checkpoints" / "best"
+        assert best.is_symlink()
+        measured = {row["step"]: row["accept_len"] for row in events(directory, "eval")}
+        saved = {step: value for step, value in measured.items() if step in (3, 6)}
+        assert saved[int(best.resolve().name.removeprefix("step-"))] == max(saved.values())
+
+
+class TestEquality:
+    """However many drafters and targets share the work, the step is that of one big batch."""
+
+    def weights(self, directory: Path, overrides: dict[str, str]) -> dict[str, torch.Tensor]:
+        config = small_config({"run.max_steps": "2", "run.eval_every": "9", "run.checkpoint_every": "9", **overrides})
+        code, _ = run_small(config, directory)
+        assert code == 0
+        return weights_of(directory, 2)
+
+    def first_gradient(self, directory: Path, overrides: dict[str, str]) -> tuple[torch.Tensor, float]:
+        """The exchanged, normalised gradient of the first step, and its loss."""
+        config = small_config({"run.max_steps": "1", **overrides})
+        real = small_parts(config)
+        seen: list[torch.Tensor] = []
+
+        def watched(rank: int) -> DrafterStep:
+            made = real.step(rank)
+            assert isinstance(made, TrainStep)
+            apply = made.apply
+
+            def keep_and_apply() -> None:
+                seen.append(made.grads / made.stats[STATS.index("denominator")])
+                apply()
+
+            def warm_up() -> None:
+                made.apply = apply  # type: ignore[method-assign]
+                TrainStep.warm_up(made)
+                made.apply = keep_and_apply  # type: ignore[method-assign]
+
+            made.warm_up = warm_up  # type: ignore[method-assign]
+            return made
+
+        code, _ = run_small(config, directory, parts=replace(real, step=watched))
+        assert code == 0
+        assert all(torch.equal(seen[0], other) for other in seen)
+        return seen[0], events(directory, "step")[0]["loss"]
+
+    def test_one_two_three_drafters_and_micro_steps_give_one_step(self, tmp_path: Path) -> None:
+        """Six batches a step in every case. Fails when each drafter divides by its own denominator, or when the
+        routing gives a drafter another one's batch. Gradients, not weights: Adam's first step divides a gradient by
+        its own size, so rounding in an element near zero becomes a whole step."""
+        reference, loss = self.first_gradient(tmp_path / "1", {"topology.drafter": "cpu", "optim.micro_steps": "6"})
+        for drafters, micro in ((2, 3), (3, 2)):
+            devices = ",".join(["cpu"] * drafters)
+            gradient, other_loss = self.first_gradient(
+                tmp_path / str(drafters), {"topology.drafter": devices, "optim.micro_steps": str(micro)}
+            )
+            torch.testing.assert_close(gradient, reference, rtol=1e-6, atol=1e-6)
+            assert other_loss == pytest.approx(loss, rel=1e-6)
+
+    def test_results_do_not_depend_on_the_number_of_targets(self, tmp_path: Path) -> None:
+        """Bit for bit: routing is by number, never by who is free."""
+        one = self.weights(tmp_path / "1", {})
+        three = self.weights(tmp_path / "3", {"topology.target": "cpu,cpu,cpu", "run.queue_depth": "1"})
+        assert all(torch.equal(one[name], three[name]) for name in one)
+
+    def test_replicas_stay_identical(self, tmp_path: Path) -> None:
+        """Bit for bit after every step; fails when one replica sums in another order."""
+        config = small_config({"topology.drafter": "cpu,cpu,cpu", "run.max_steps": "4"})
+        real = small_parts(config)
+        made: list[DrafterStep] = []
+
+        def keep(rank: int) -> DrafterStep:
+            made.append(real.step(rank))
+            return made[-1]
+
+        code, _ = run_small(config, tmp_path, parts=replace(real, step=keep))
+        assert code == 0
+        first, *others = [step.weights() for step in made]
+        assert len(others) == 2
+        for other in others:
+            assert all(torch.equal(first[name], other[name]) for name in first)
+
+    def test_a_batch_without_anchors_joins_and_changes_nothing(self, tmp_path: Path) -> None:
+        """Drafter 1 never has a valid anchor: two drafters then do what drafter 0 does alone on its batches."""
+        config = small_config({"run.max_steps": "3"})
+        real = small_parts(config)
+        code, _ = run_small(config, tmp_path / "a", parts=replace(real, open_source=emptied(real, lambda i: i % 2)))
+        assert code == 0
+        assert len(events(tmp_path / "a", "step")) == 3
+        assert all(row["block_tokens_per_s"] > 0 for row in events(tmp_path / "a", "step"))
+
+    def test_a_step_without_any_anchor_leaves_the_weights_alone(self, tmp_path: Path) -> None:
+        config = small_config({"run.max_steps": "2"})
+        real = small_parts(config)
+        code, _ = run_small(config, tmp_path, parts=replace(real, open_source=emptied(real, lambda i: True)))
+        assert code == 0
+        untrained = real.step(0).weights()
+        trained = weights_of(tmp_path, 2)
+        assert all(torch.equal(untrained[name], trained[name]) for name in untrained)
+
+
+def emptied(parts: Parts, without: Callable[[int], Any]) -> Callable[[dict[str, Any] | None], Any]:
+    """The real source, but batches for which `without(index)` holds have no valid anchor."""
+
+    def open_source(cursor: dict[str, Any] | None) -> Any:
+        source = parts.open_source(cursor)
+
+        def batches() -> Any:
+            while True:
+                packed = next(source)
+                if without(packed.index):
+                    none = torch.full_like(packed.anchors_N, packed.input_ids_T.shape[0])
+                    packed = replace(packed, anchors_N=none, keep_N=torch.zeros_like(packed.keep_N))
+                yield packed
+
+        return batches()
+
+    return open_source
+
+
+class Boom(RuntimeError):
+    """Raised on purpose."""
+
+
+class TestFailures:
+    """An exception in any stage ends the run with exit 1, that exception first, and nothing hangs."""
+
+    def run(self, directory: Path, change: Callable[[Parts], Parts], **overrides: str) -> dict[str, Any]:
+        config = small_config({"run.max_steps": "50", **overrides})
+        code, pipeline = run_small(config, directory, parts=change(small_parts(config)))
+        assert code == 1
+        assert pipeline.scope.alive() == []
+        (end,) = events(directory, "end")
+        assert end["reason"] == "error"
+        return end
+
+    def test_prefetcher(self, tmp_path: Path) -> None:
+        def change(parts: Parts) -> Parts:
+            def open_source(cursor: dict[str, Any] | None) -> Any:
+                source = parts.open_source(cursor)
+
+                def batches() -> Any:
+                    for _ in range(5):
+                        yield next(source)
+                    raise Boom("bad disk")
+
+                return batches()
+
+            return replace(parts, open_source=open_source)
+
+        assert self.run(tmp_path, change)["error"].startswith("prefetcher: Boom: bad disk")
+
+    def test_data_that_ends_too_early(self, tmp_path: Path) -> None:
+        def change(parts: Parts) -> Parts:
+            return replace(parts, open_source=lambda cursor: iter([next(parts.open_source(cursor))]))
+
+        assert "the data ended before batch 1" in self.run(tmp_path, change)["error"]
+
+    def test_target(self, tmp_path: Path) -> None:
+        class Broken:
+            def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
+                raise Boom("illegal memory access")
+
+        end = self.run(tmp_path, lambda parts: replace(parts, target=lambda rank: Broken()))
+        assert end["error"].startswith("target0: Boom: illegal memory access")
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("method", ["warm_up", "accumulate", "apply"])
+    def test_drafter(self, tmp_path: Path, rank: int, method: str) -> None:
+        def change(parts: Parts) -> Parts:
+            def step(number: int) -> DrafterStep:
+                made = parts.step(number)
+                if number == rank:
+
+                    def broken() -> None:
+                        raise Boom(f"in {method}")
+
+                    setattr(made, method, broken)
+                return made
+
+            return replace(parts, step=step)
+
+        end = self.run(tmp_path, change)
+        assert end["error"].startswith(f"drafter{rank}: Boom: in {method}")
+        if method == "warm_up":
+            assert events(tmp_path, "gate_open") == []
+
+    def test_verifier(self, tmp_path: Path) -> None:
+        def change(parts: Parts) -> Parts:
+            def evaluator(rank: int) -> Any:
+                real = parts.evaluator(rank)
+                calls: list[int] = []
+
+                def evaluate(weights: dict[str, torch.Tensor]) -> Any:
+                    calls.append(1)
+                    if len(calls) == 2:
+                        raise Boom("evaluation")
+                    return real(weights)
+
+                return evaluate
+
+            return replace(parts, evaluator=evaluator)
+
+        assert self.run(tmp_path, change)["error"].startswith("verifier0: Boom: evaluation")
+
+    def test_checkpoint_writer(self, tmp_path: Path) -> None:
+        """Something else lies where checkpoints go: the run says so and names the path."""
+        (tmp_path / "checkpoints").write_text("in the way")
+        end = self.run(tmp_path, lambda parts: parts)
+        assert "checkpoint-writer: CheckpointError: cannot save" in end["error"]
+
+    def test_a_stalled_stage_is_named(self, tmp_path: Path) -> None:
+        """The target stops sending; the drafters' wait runs into its deadline instead of for ever."""
+        release = threading.Event()
+
+        class Stuck:
+            def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
+                release.wait(60)
+                raise Boom("released")
+
+        def change(parts: Parts) -> Parts:
+            return replace(parts, target=lambda rank: Stuck())
+
+        config = small_config({"run.max_steps": "50", "run.stall_deadline_s": "0.3"})
+        threading.Timer(1.5, release.set).start()
+        code, _ = run_small(config, tmp_path, parts=change(small_parts(config)))
+        assert code == 1
+        (end,) = events(tmp_path, "end")
+        assert "Stalled" in end["error"]
+        assert "target0" in end["error"]
+
+    def test_nan_in_hidden_states_ends_the_run_and_keeps_the_good_weights(self, tmp_path: Path) -> None:
+        """From batch 4 on the target gives NaN: exit 1, the reason, and a checkpoint with finite weights."""
+
+        def change(parts: Parts) -> Parts:
+            class Poisoned:
+                def __init__(self) -> None:
+                    self.real = parts.target(0)
+
+                def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
+                    hidden = self.real.hidden_states(packed)
+                    return hidden * float("nan") if packed.index >= 4 else hidden
+
+            return replace(parts, target=lambda rank: Poisoned())
+
+        end = self.run(tmp_path, change)
+        assert "Diverged: loss nan" in end["error"]
+        assert "at step 3" in end["error"]
+        saved = weights_of(tmp_path, 3)
+        assert all(bool(torch.isfinite(value).all()) for value in saved.values())
+
+
+@pytest.mark.parametrize("variant", ["threadwarm", "flex", "graphwarm", "sdpa"])
+def test_every_variant_runs_on_cpu(variant: str, tmp_path: Path) -> None:
+    config = small_config({"run.max_steps": "2"}, variant)
+    code, _ = run_small(config, tmp_path)
+    assert code == 0
+    assert events(tmp_path, "end")[0]["reason"] == "done"

@@ -1,0 +1,95 @@
+"""The real parts of a run, made from its TrainConfig: target, data, drafter steps, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+
+from trainer import torch_setup
+from trainer.config import TrainConfig
+from trainer.data.stream import BatchStream
+from trainer.evaluate import TeacherForced
+from trainer.model.attention import SdpaAttention, layer_layouts
+from trainer.model.drafter import Attend, Drafter, DrafterShape
+from trainer.model.targets import Target, load_target
+from trainer.parts import Evaluate, Evaluation, Parts
+from trainer.step import TargetEnds, TrainStep
+
+
+def assemble(config: TrainConfig) -> Parts:
+    """Load the target once for each device that needs it, and bind the factories.
+
+    Runs in the main thread before any other starts, so nothing compiles beside it.
+    Raises TargetError, DataError and ConfigError for what is foreseeable.
+    """
+    topology = config.topology
+    torch_setup.configure_process()
+    verifiers = topology.verifier or topology.target[:1]
+    targets = {device: load_target(config.target, device) for device in dict.fromkeys([*topology.target, *verifiers])}
+    first = targets[topology.target[0]]
+    ends = TargetEnds(first.embed_VH, first.head_VH, first.mask_token(config.drafter))
+    shape = first.drafter_shape(config.drafter)
+
+    def open_source(cursor: dict[str, Any] | None) -> BatchStream:
+        stream = open_stream(config, first)
+        if cursor is not None:
+            stream.seek(cursor)
+        return stream
+
+    open_source(None)  # a missing or empty source is told now, not after the warm-up
+
+    def step(rank: int) -> TrainStep:
+        drafter = Drafter(shape, torch.Generator().manual_seed(config.run.seed))
+        return TrainStep(config, drafter, ends, topology.drafter[rank])
+
+    return Parts(
+        open_source=open_source,
+        target=lambda rank: targets[topology.target[rank]],
+        step=step,
+        evaluator=lambda rank: make_evaluate(config, targets[verifiers[rank]]),
+        thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
+        on_gate_open=torch_setup.forbid_compilation,
+    )
+
+
+def open_stream(config: TrainConfig, target: Target) -> BatchStream:
+    """The run's data from its beginning."""
+    return BatchStream(
+        config.data,
+        target.tokenizer,
+        vocab_size=target.vocab_size,
+        mask_token_id=target.mask_token(config.drafter),
+        run_seed=config.run.seed,
+    )
+
+
+def make_evaluate(config: TrainConfig, target: Target) -> Evaluate:
+    """Teacher-forced acceptance on the held-out documents, on the target's device.
+
+    Chunked SDPA, uncompiled: an evaluation is a small forward now and then, and must never compile beside
+    training drafters.
+    """
+    heldout = TeacherForced(
+        target,
+        open_stream(config, target).heldout(),
+        config.data,
+        block_size=config.drafter.block_size,
+        mask_token_id=target.mask_token(config.drafter),
+    )
+    drafter = Drafter(target.drafter_shape(config.drafter)).to(target.device, target.dtype).requires_grad_(False)
+    layouts = layer_layouts(config.drafter, config.data.token_budget, config.data.block_slots)
+    attention = SdpaAttention(layouts)
+
+    def attend(anchors_N: torch.Tensor, keep_N: torch.Tensor, doc_ids_T: torch.Tensor, shape: DrafterShape) -> Attend:
+        attention.fill(anchors_N, keep_N, doc_ids_T, torch.empty(0))  # SDPA masks by doc_ids alone
+        return attention
+
+    def evaluate(weights: dict[str, torch.Tensor]) -> Evaluation:
+        drafter.load_state_dict(weights, strict=True)
+        found = heldout.measure(drafter, make_attend=attend, chunk_rows=config.loss.chunk_rows)
+        return Evaluation(found.mean, list(found.by_position), found.rounds)
+
+    return evaluate

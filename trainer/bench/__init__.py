@@ -1,1 +1,0 @@
-"""Benchmarks of the trainer's parts; every number is printed beside a ceiling measured in the same run."""

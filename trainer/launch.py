@@ -1,0 +1,198 @@
+"""The `train` command: from a configuration to an exit code.
+
+Order: signals first, so that a stop during the imports and loads below is heard; then the resume decision,
+the parts, the header, the pipeline.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import threading
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from trainer.assembly import assemble, make_evaluate
+from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded, compare_config
+from trainer.config import ConfigError, TrainConfig, from_dict, to_dict
+from trainer.data.sources import DataError
+from trainer.metrics import End, Metrics, Start
+from trainer.model.targets import TargetError, load_target
+from trainer.pipeline import EXIT_DONE, EXIT_ERROR, Pipeline
+from trainer.signals import StopSignals
+from trainer.topology import cpu_notes, default_topology, probe_hardware
+from trainer.torch_setup import TorchUnfitError, configure_process, thread_rules
+
+FORESEEN = (CheckpointError, ConfigError, DataError, TargetError, TorchUnfitError)
+EXIT_CONFIG = 2
+PACKAGES = ("transformers", "triton", "flash-linear-attention", "causal-conv1d")
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where to go on from; `loaded` is None for a fresh start."""
+
+    loaded: Loaded | None
+    notes: list[str]
+
+
+def train(config: TrainConfig, *, run_dir: str, release: str, process_began: float) -> int:
+    """Run to the end. Leaves through os._exit once training started: daemon threads may sit in native code."""
+    directory = Path(run_dir)
+    store = CheckpointStore(directory / "checkpoints", keep_last=config.run.keep_last)
+    if config.run.resume is None and store.steps():
+        raise ConfigError(
+            f"{store.directory} already holds checkpoints; go on with --resume auto, or choose another --run-dir"
+        )
+    try:
+        metrics = Metrics(directory, tensorboard=config.run.tensorboard)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; choose a directory that can be written") from error
+    run = _Run(config, metrics, store)
+    StopSignals(run.stop, lambda name: metrics.emit(End(reason="killed", exit_code=EXIT_ERROR, step=run.step)))
+    code = run.go(release, process_began)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Run:
+    """Holds what a signal may meet: nothing yet, or a pipeline."""
+
+    def __init__(self, config: TrainConfig, metrics: Metrics, store: CheckpointStore) -> None:
+        self._config = config
+        self._metrics = metrics
+        self._store = store
+        self._lock = threading.Lock()
+        self._pipeline: Pipeline | None = None
+
+    @property
+    def step(self) -> int:
+        with self._lock:
+            return self._pipeline.step if self._pipeline else 0
+
+    def stop(self, name: str) -> None:
+        with self._lock:
+            pipeline = self._pipeline
+            if pipeline is None:
+                self._leave_early(name)
+        pipeline.request_stop(name)
+
+    def _leave_early(self, name: str) -> NoReturn:
+        self._metrics.say(f"{name} during start-up: nothing was trained, nothing to save")
+        self._metrics.emit(End(reason="stopped", exit_code=EXIT_DONE, step=0))
+        os._exit(EXIT_DONE)
+
+    def go(self, release: str, process_began: float) -> int:
+        config, metrics = self._config, self._metrics
+        try:
+            resume = choose_checkpoint(config, self._store)
+            hardware = probe_hardware()
+            metrics.emit(
+                Start(
+                    release=release,
+                    variant=config.variant,
+                    config=to_dict(config),
+                    versions=versions(),
+                    gpus=list(hardware.gpus),
+                    cpuset=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+                    notes=[*cpu_notes(config), *resume.notes],
+                    resumed_from=str(resume.loaded.path) if resume.loaded else None,
+                    step=resume.loaded.progress.step if resume.loaded else 0,
+                )
+            )
+            pipeline = Pipeline(
+                config,
+                assemble(config),
+                metrics,
+                self._store,
+                resumed=resume.loaded,
+                process_began=process_began,
+                alarm=True,
+            )
+        except FORESEEN as error:
+            return self._failed(str(error), EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR)
+        except Exception as error:  # noqa: BLE001  # the log must hold what nobody foresaw, and `end` must be written
+            metrics.say(traceback.format_exc())
+            return self._failed(f"{type(error).__name__}: {error}", EXIT_ERROR)
+        with self._lock:
+            self._pipeline = pipeline
+        return pipeline.run()
+
+    def _failed(self, error: str, code: int) -> int:
+        self._metrics.emit(End(reason="error", exit_code=code, step=0, error=error))
+        self._metrics.close()
+        return code
+
+
+def choose_checkpoint(config: TrainConfig, store: CheckpointStore) -> Resume:
+    """What run.resume asks for, verified and compared with the configuration.
+
+    Raises CheckpointError, and ConfigError where the request makes no sense.
+    """
+    wanted = config.run.resume
+    store.clean()
+    if wanted is None:
+        return Resume(None, [])
+    notes: list[str] = []
+    if wanted == "auto":
+        newest = store.newest_intact()
+        notes += [f"--resume auto passed over a damaged checkpoint: {reason}" for reason in newest.skipped]
+        if newest.path is None:
+            return Resume(None, [*notes, f"--resume auto found no checkpoint in {store.directory}: a fresh start"])
+        path = newest.path
+    else:
+        path = Path(wanted)
+    loaded = store.load(path)
+    notes += compare_config(loaded.config, config)
+    if loaded.progress.step >= config.run.max_steps:
+        raise ConfigError(
+            f"{path} is at step {loaded.progress.step} and run.max_steps is {config.run.max_steps}: nothing is left to "
+            "do; raise it with --set run.max_steps=..."
+        )
+    return Resume(loaded, notes)
+
+
+def versions() -> dict[str, str]:
+    """What the run is made of; a package that is not installed is `absent`."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def evaluate_checkpoint(directory: str, *, as_json: bool) -> int:
+    """The `eval` command: held-out acceptance length of a stored drafter, on the devices of this machine."""
+    try:
+        loaded = CheckpointStore(Path(directory).parent).load(Path(directory))
+        config = from_dict(TrainConfig, loaded.config)
+        config = replace(config, topology=default_topology(probe_hardware()))
+        configure_process()
+        with thread_rules("verifier", config.topology.verifier[0]):
+            found = make_evaluate(config, load_target(config.target, config.topology.verifier[0]))(loaded.weights)
+    except FORESEEN as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
+    row = {
+        "checkpoint": directory,
+        "step": loaded.progress.step,
+        "accept_len": found.accept_len,
+        "by_position": found.by_position,
+        "blocks": found.blocks,
+    }
+    if as_json:
+        print(json.dumps(row))
+    else:
+        print(f"step {loaded.progress.step}: held-out acceptance length {found.accept_len:.3f} ({found.blocks} blocks)")
+        print("by position " + " ".join(f"{share:.2f}" for share in found.by_position))
+    return EXIT_DONE

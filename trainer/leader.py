@@ -1,0 +1,176 @@
+"""What drafter 0 does for the whole run after a step: log, publish weights, save."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from trainer.channel import Channel
+from trainer.checkpoint import Progress, Snapshot, copy_to_cpu
+from trainer.config import TrainConfig
+from trainer.metrics import Event, Step
+from trainer.parts import DrafterStep, StepNumbers
+from trainer.reduce import Round
+from trainer.stages.clock import StageClock
+from trainer.stages.drafter import Consumed
+from trainer.stages.verifier import SnapshotBox, WeightSnapshot
+from trainer.summary import SummaryKeeper
+
+
+class Diverged(Exception):
+    """The loss or the weights are no longer finite."""
+
+
+class _Sized(Protocol):
+    def __len__(self) -> int: ...
+
+
+class RunLeader:
+    """Lives on drafter 0's thread; see `trainer.stages.drafter.Leader`."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        emit: Callable[[Event], None],
+        keeper: SummaryKeeper,
+        box: SnapshotBox,
+        saves: Channel[Snapshot],
+        clocks: Mapping[str, StageClock],
+        queues: Mapping[str, _Sized],
+        progress: Progress,
+        save_now: Callable[[Snapshot], str],
+        last_saved: Callable[[], str | None],
+    ) -> None:
+        self._config = config
+        self._emit = emit
+        self._keeper = keeper
+        self._box = box
+        self._saves = saves
+        self._clocks = clocks
+        self._queues = queues
+        self._progress = progress
+        self._save_now = save_now
+        self._last_saved = last_saved
+        self._first: WeightSnapshot | None = None
+        self._began = self._window_began = time.monotonic()
+        self._tokens = progress.tokens
+        self._window_tokens = self._window_blocks = 0
+        self._own_tokens = self._own_blocks = 0
+
+    def first_snapshot(self) -> WeightSnapshot:
+        """The weights that training starts with."""
+        if self._first is None:
+            raise RuntimeError("drafter 0 has not warmed up")
+        return self._first
+
+    def ready(self, step: DrafterStep) -> None:
+        """Keep the starting weights for the verifiers' warm-up."""
+        self._first = WeightSnapshot.of(self._progress.step, step.weights())
+
+    def gate_opened(self) -> None:
+        """Rates and shares count from here."""
+        self._began = self._window_began = time.monotonic()
+        self._first = None
+        for clock in self._clocks.values():
+            clock.utilization()
+
+    def after_step(self, number: int, step: DrafterStep, decided: Round) -> None:
+        """Log, publish and save what is due after optimizer step `number` (1-based)."""
+        run = self._config.run
+        consumed: list[Consumed] = list(decided.notes)
+        tokens, blocks = sum(c.tokens for c in consumed), sum(c.blocks for c in consumed)
+        self._tokens += tokens
+        self._own_tokens += tokens
+        self._own_blocks += blocks
+        self._window_tokens += tokens
+        self._window_blocks += blocks
+        last = decided.stop or number == run.max_steps
+        log = last or number % run.log_every == 0 or number == self._progress.step + 1
+        save = last or number % run.checkpoint_every == 0
+        if log or save:
+            numbers = step.metrics()
+            if not (math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm)):
+                self._diverged(number, step, numbers, consumed[-1].cursor)
+            if log:
+                self._log(number, numbers)
+        if decided.stop:
+            self._box.cancel()  # a stop has seconds, an evaluation may need minutes
+        elif save or number % run.eval_every == 0:
+            # Also at every save, so that the best checkpoint can be told.
+            self._box.publish(WeightSnapshot.of(number, step.weights(), last=last))
+        if save:
+            self._saves.put(self._snapshot(number, step, consumed[-1].cursor), run.stall_deadline_s)
+        if last:
+            self._saves.close()
+
+    def _log(self, number: int, numbers: StepNumbers) -> None:
+        now = time.monotonic()
+        elapsed = max(now - self._window_began, 1e-9)
+        since_open = max(now - self._began, 1e-9)
+        block = self._config.drafter.block_size
+        self._keeper.update(
+            steps=number,
+            tokens=self._tokens,
+            seconds=since_open,
+            context_tokens_per_s=self._own_tokens / since_open,
+            block_tokens_per_s=self._own_blocks * block / since_open,
+            loss_first=numbers.loss,
+            loss_last=numbers.loss,
+        )
+        self._emit(
+            Step(
+                step=number,
+                max_steps=self._config.run.max_steps,
+                loss=numbers.loss,
+                accept_len=numbers.accept_len,
+                accuracy=numbers.accuracy,
+                tokens=self._tokens,
+                context_tokens_per_s=self._window_tokens / elapsed,
+                block_tokens_per_s=self._window_blocks * block / elapsed,
+                lr=numbers.lr,
+                grad_norm=numbers.grad_norm,
+                memory_gb=peak_memory_gb(),
+                queues={name: len(queue) for name, queue in self._queues.items()},
+                utilization={name: round(clock.utilization(), 4) for name, clock in self._clocks.items()},
+            )
+        )
+        self._window_began, self._window_tokens, self._window_blocks = now, 0, 0
+
+    def _diverged(self, number: int, step: DrafterStep, numbers: StepNumbers, cursor: dict[str, Any]) -> NoReturn:
+        if numbers.updated:
+            saved = self._last_saved()
+            kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was due before"
+        else:
+            # The optimizer refused the update, so the weights are still those of the last good step.
+            kept = f"the weights before it are saved in {self._save_now(self._snapshot(number, step, cursor))}"
+        raise Diverged(
+            f"loss {numbers.loss}, gradient norm {numbers.grad_norm} at step {number}; {kept}. Look at the data of the "
+            "last batches (NaN in hidden states?), or lower optim.lr, and go on with --resume auto"
+        )
+
+    def _snapshot(self, number: int, step: DrafterStep, cursor: dict[str, Any]) -> Snapshot:
+        summary = self._keeper.summary
+        progress = Progress(
+            step=number,
+            next_batch=number * len(self._config.topology.drafter) * self._config.optim.micro_steps,
+            cursor=cursor,
+            tokens=self._tokens,
+            loss_first=summary.loss_first,
+            accept_len_first=summary.accept_len_first,
+        )
+        return copy_to_cpu(progress, step.weights(), step.state_dict())
+
+
+def peak_memory_gb() -> float:
+    """Peak GPU memory of the fullest device in GB; on a machine without one, the process's peak resident memory."""
+    if torch.cuda.is_available():
+        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9

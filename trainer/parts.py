@@ -1,0 +1,99 @@
+"""What the pipeline is made of, as the pipeline sees it: small protocols, and the factories of one run.
+
+The pipeline knows threads, channels and order; what a target, a training step or an evaluation does is
+behind these. `trainer.assembly` makes the real ones from a TrainConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from trainer.data.batch import HiddenBatch, PackedBatch
+
+
+class BatchSource(Protocol):
+    """Packed batches in the order of their numbers, without end."""
+
+    def __next__(self) -> PackedBatch: ...
+
+
+class TargetModel(Protocol):
+    """The frozen target on one device."""
+
+    def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
+        """Outputs of the captured layers side by side, [T, K*H], on the target's device."""
+        ...
+
+
+class StepNumbers(Protocol):
+    """The last applied step over all drafters."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def accept_len(self) -> float: ...
+    @property
+    def accuracy(self) -> float: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def updated(self) -> bool:
+        """False where the weights stayed as they were: no block carried weight, or the gradient was not finite."""
+        ...
+
+
+class DrafterStep(Protocol):
+    """One drafter's training step over persistent buffers; see `trainer.step.TrainStep`."""
+
+    @property
+    def grads(self) -> torch.Tensor: ...
+    @property
+    def stats(self) -> torch.Tensor: ...
+    def load(self, batch: HiddenBatch) -> None: ...
+    def accumulate(self) -> None: ...
+    def apply(self) -> None: ...
+    def warm_up(self) -> None: ...
+    def metrics(self) -> StepNumbers: ...
+    def weights(self) -> dict[str, torch.Tensor]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Acceptance on held-out documents."""
+
+    accept_len: float
+    """Bonus token included."""
+    by_position: list[float]
+    """Share of blocks whose first k drafted tokens were all accepted, k = 1..B-1."""
+    blocks: int
+
+
+Evaluate = Callable[[dict[str, torch.Tensor]], Evaluation]
+"""Weights under their published keys -> acceptance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The factories of one run. Each is called on the thread that will use what it makes."""
+
+    open_source: Callable[[dict[str, Any] | None], BatchSource]
+    """From a cursor; None: from the beginning."""
+    target: Callable[[int], TargetModel]
+    """Target of replica i; the weights were loaded before any thread started."""
+    step: Callable[[int], DrafterStep]
+    """Training step of drafter i; all start with the same weights."""
+    evaluator: Callable[[int], Evaluate]
+    """Evaluation on verifier i's device."""
+    thread_rules: Callable[[str, str], AbstractContextManager[Any]]
+    """(role, device) -> what a thread must enter before any torch work."""
+    on_gate_open: Callable[[], None]
+    """Runs after the last warm-up, before anyone is let through."""

@@ -1,0 +1,130 @@
+"""DrafterTrainLoop: one drafter replica, from its warm-up to the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trainer.channel import Channel, Closed
+from trainer.data.batch import HiddenBatch
+from trainer.gate import Gate
+from trainer.parts import DrafterStep
+from trainer.reduce import GradientExchange, Round
+from trainer.stages.clock import StageClock
+from trainer.stages.prefetch import DataEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """What one drafter used up in one step; the leader sees those of all drafters."""
+
+    cursor: dict[str, Any]
+    """Of its last batch. The last drafter's is the newest of the step."""
+    tokens: int
+    blocks: int
+
+
+class Leader(Protocol):
+    """What drafter 0 does for all: log, publish weights, save."""
+
+    def ready(self, step: DrafterStep) -> None:
+        """After the warm-up, still inside the gate."""
+        ...
+
+    def after_step(self, number: int, step: DrafterStep, decided: Round) -> None:
+        """After every applied step."""
+        ...
+
+
+class DrafterTrainLoop:
+    """Trains on batches rank, rank + D, rank + 2 D, ... in this order, `micro_steps` of them a step."""
+
+    def __init__(
+        self,
+        rank: int,
+        make_step: Callable[[], DrafterStep],
+        rules: Callable[[], AbstractContextManager[Any]],
+        inboxes: Sequence[Channel[HiddenBatch]],
+        exchange: GradientExchange,
+        gate: Gate,
+        clock: StageClock,
+        *,
+        drafters: int,
+        micro_steps: int,
+        steps: range,
+        state: dict[str, Any] | None,
+        leader: Leader | None,
+    ) -> None:
+        self._rank = rank
+        self._make_step = make_step
+        self._rules = rules
+        self._inboxes = inboxes
+        self._exchange = exchange
+        self._gate = gate
+        self._clock = clock
+        self._drafters = drafters
+        self._micro_steps = micro_steps
+        self._steps = steps
+        self._state = state
+        self._leader = leader
+
+    @property
+    def name(self) -> str:
+        return f"drafter{self._rank}"
+
+    def run(self) -> None:
+        """The thread's life. Leaving for any reason frees the targets, which may be waiting to put."""
+        try:
+            with ExitStack() as life:
+                with self._gate.turn(self.name):
+                    life.enter_context(self._rules())
+                    step = self._warm_step()
+                with self._clock.waiting():
+                    self._gate.wait_open()
+                self._train(step)
+        finally:
+            for inbox in self._inboxes:
+                inbox.cancel()
+
+    def _warm_step(self) -> DrafterStep:
+        step = self._make_step()
+        if self._state is not None:
+            step.load_state_dict(self._state)
+            self._state = None  # it may be tens of gigabytes
+        step.warm_up()
+        if self._leader is not None:
+            self._leader.ready(step)
+        return step
+
+    def _train(self, step: DrafterStep) -> None:
+        index = self._steps.start * self._drafters * self._micro_steps + self._rank
+        for number in self._steps:
+            tokens = blocks = 0
+            for _ in range(self._micro_steps):
+                batch = self._next(index)
+                index += self._drafters
+                tokens += batch.packed.tokens
+                blocks += int(batch.packed.keep_N.sum())  # a CPU tensor: no device is waited for
+                step.load(batch)
+                step.accumulate()
+            consumed = Consumed(batch.packed.cursor, tokens, blocks)
+            with self._clock.waiting():
+                decided = self._exchange.reduce(self._rank, step.grads, step.stats, consumed)
+            step.apply()
+            if self._leader is not None:
+                self._leader.after_step(number + 1, step, decided)
+            if decided.stop:
+                return
+
+    def _next(self, index: int) -> HiddenBatch:
+        inbox = self._inboxes[index % len(self._inboxes)]
+        try:
+            with self._clock.waiting():
+                batch = inbox.get()
+        except Closed:
+            raise DataEnded(f"{inbox.name} was closed before batch {index}") from None
+        if batch.packed.index != index:
+            raise ValueError(f"{inbox.name} gave batch {batch.packed.index} where batch {index} was due")
+        return batch
