@@ -82,15 +82,13 @@ class StepInputs:
 
     def fill_with_noise(self, *, seed: int, vocab_size: int) -> None:
         """A synthetic batch with every slot in use: one document over the whole row, anchors spread evenly."""
-        generator = torch.Generator().manual_seed(seed)
+        # Drawn on the device: a real row of hidden states has a billion values.
+        generator = torch.Generator(self.device).manual_seed(seed)
         tokens, slots = self.input_ids_T.shape[0], self.anchors_N.shape[0]
         row = torch.arange(tokens)
-        noise = torch.empty(0, self.hidden_TKH.shape[1])
         with torch.no_grad():
-            for low in range(0, tokens, 1024):
-                noise = torch.randn(min(1024, tokens - low), self.hidden_TKH.shape[1], generator=generator)
-                self.hidden_TKH[low : low + noise.shape[0]].copy_(noise)
-            self.input_ids_T.copy_(torch.randint(0, vocab_size, (tokens,), generator=generator))
+            self.hidden_TKH.normal_(generator=generator)
+            self.input_ids_T.random_(0, vocab_size, generator=generator)
             self.positions_T.copy_(row)
             self.doc_ids_T.zero_()
             self.loss_mask_T.fill_(True)

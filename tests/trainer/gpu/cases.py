@@ -1,0 +1,497 @@
+"""What the GPU tests run, each in a process of its own: `python -m tests.trainer.gpu.cases NAME`.
+
+A process of its own because these are the failures themselves: some hang, some leave CUDA or Dynamo in a state that no
+later test could use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from trainer import torch_setup
+
+torch_setup.set_environment()
+
+import pytest  # noqa: E402  # the environment comes first
+import torch  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
+
+from tests.trainer.test_step import FEATURES, make_batch, make_config  # noqa: E402
+from trainer.config import TrainConfig  # noqa: E402
+from trainer.data.batch import HiddenBatch  # noqa: E402
+from trainer.model.attention import FlexAttention, layer_layouts  # noqa: E402
+from trainer.model.drafter import Drafter, DrafterShape  # noqa: E402
+from trainer.step import StepMetrics, TargetEnds, TrainStep  # noqa: E402
+
+DEVICE = "cuda:0"
+
+
+def gpu_config(graphs: str = "step", attention: str = "flex", **optim: float) -> TrainConfig:
+    """A small drafter whose shapes still fill several tiles."""
+    config = make_config(**optim)
+    return replace(
+        config,
+        attention=attention,
+        graphs=graphs,
+        compile=attention == "flex",
+        target=replace(config.target, dtype="bfloat16"),
+        drafter=replace(
+            config.drafter, head_dim=32, block_size=8, intermediate_size=192, sliding_window=100, sliding_layers=(1,)
+        ),
+        data=replace(config.data, token_budget=1000, block_slots=96, max_document_tokens=600),
+        loss=replace(config.loss, chunk_rows=256),
+        run=replace(config.run, max_steps=400),
+    )
+
+
+GPU_HIDDEN, GPU_VOCAB = 128, 1000
+
+
+def gpu_step(config: TrainConfig) -> TrainStep:
+    shape = DrafterShape(
+        hidden_size=GPU_HIDDEN, vocab_size=GPU_VOCAB, num_features=FEATURES, rope_theta=1e4, config=config.drafter
+    )
+    generator = torch.Generator().manual_seed(5)
+    ends = TargetEnds(
+        *(torch.randn(GPU_VOCAB, GPU_HIDDEN, generator=generator) * 0.2 for _ in range(2)), mask_token_id=GPU_VOCAB - 1
+    )
+    return TrainStep(config, Drafter(shape), ends, DEVICE)
+
+
+def gpu_batch(config: TrainConfig, index: int) -> HiddenBatch:
+    """As `make_batch`, with longer documents: the small one's, stretched."""
+    batch = make_batch(config, index)
+    packed = batch.packed
+    generator = torch.Generator().manual_seed(index)
+    tokens, lengths = config.data.token_budget, [400 + 7 * (index % 9), 150, 300]
+    ids = torch.randint(0, GPU_VOCAB - 1, (tokens,), generator=generator)
+    doc_ids = torch.full((tokens,), -1, dtype=torch.int32)
+    positions = torch.zeros(tokens, dtype=torch.int64)
+    bounds = [0]
+    for document, length in enumerate(lengths):
+        doc_ids[bounds[-1] : bounds[-1] + length] = document
+        positions[bounds[-1] : bounds[-1] + length] = torch.arange(length)
+        bounds.append(bounds[-1] + length)
+    from trainer.model.anchors import anchor_generator, sample_anchors
+
+    mask = (torch.rand(tokens, generator=generator) < 0.7) & (doc_ids >= 0)
+    anchors, keep = sample_anchors(mask, doc_ids, config.data.block_slots, anchor_generator(0, index))
+    keep = keep & (torch.arange(keep.numel()) < keep.numel() - 3)
+    anchors = torch.where(keep, anchors, tokens)
+    cu_seqlens = torch.tensor(bounds + [bounds[-1]] * (config.data.max_documents + 1 - len(bounds)), dtype=torch.int32)
+    packed = dataclasses.replace(
+        packed,
+        input_ids_T=ids,
+        positions_T=positions,
+        doc_ids_T=doc_ids,
+        loss_mask_T=mask,
+        cu_seqlens_D1=cu_seqlens,
+        anchors_N=anchors.to(torch.int32),
+        keep_N=keep,
+        tokens=bounds[-1],
+    )
+    hidden = torch.randn(tokens, FEATURES * GPU_HIDDEN, generator=generator)
+    return HiddenBatch(packed=packed, hidden_TKH=hidden.to(DEVICE, torch.bfloat16))
+
+
+def train(step: TrainStep, batches: list[HiddenBatch]) -> list[StepMetrics]:
+    losses = []
+    for batch in batches:
+        step.load(batch)
+        step.accumulate()
+        step.apply()
+        losses.append(step.metrics())
+    return losses
+
+
+def in_threads(functions: dict[str, Callable[[], Any]], deadline_s: float = 240.0) -> dict[str, Any]:
+    """Run each in a thread of its own; results or exceptions by name."""
+    results: dict[str, Any] = {}
+
+    def guarded(name: str, function: Callable[[], Any]) -> None:
+        try:
+            results[name] = function()
+        except BaseException as error:  # noqa: BLE001  # reported by name
+            results[name] = error
+
+    threads = [threading.Thread(target=guarded, args=item, name=item[0], daemon=True) for item in functions.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline_s)
+    missing = set(functions) - set(results)
+    assert not missing, f"no end in {deadline_s} s: {sorted(missing)}"
+    return results
+
+
+def as_drafter(function: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch_setup.thread_rules("drafter", DEVICE):
+            return function()
+
+    return run
+
+
+def on_one_thread(function: Callable[[], Any], role: torch_setup.Role = "drafter") -> Any:
+    """The function's result from one thread that keeps to the rules."""
+
+    def run() -> Any:
+        with torch_setup.thread_rules(role, DEVICE):
+            return function()
+
+    result = in_threads({"only": run})["only"]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def shared_flex_first_calls(gated: bool, deadline_s: float) -> None:
+    """Four threads make the first forward and backward of one compiled FlexAttention; with or without a turnstile."""
+    torch.set_grad_enabled(True)
+    attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    lock = threading.Lock()
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, DEVICE)
+
+    def steps() -> float:
+        torch.cuda.set_device(0)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+        def one() -> torch.Tensor:
+            q, k, v = (torch.randn(1, 4, 512, 64, device=DEVICE, requires_grad=True) for _ in range(3))
+            out = attend(q, k, v, block_mask=mask)
+            out.sum().backward()
+            return out
+
+        if gated:
+            with lock:
+                one()
+                torch.cuda.synchronize()
+        for _ in range(20):
+            out = one()
+        return float(out.sum())
+
+    results = in_threads({f"drafter{i}": steps for i in range(4)}, deadline_s)
+    errors = [r for r in results.values() if isinstance(r, BaseException)]
+    assert not errors, errors
+
+
+def first_calls_at_once_without_a_gate() -> None:
+    shared_flex_first_calls(gated=False, deadline_s=60.0)
+
+
+def first_calls_through_a_gate() -> None:
+    before = torch_setup.compile_counts()
+    shared_flex_first_calls(gated=True, deadline_s=120.0)
+    assert torch_setup.compile_counts().graphs - before.graphs == 1
+
+
+def two_drafters_through_the_gate() -> None:
+    """Two drafters of one device: the second compiles nothing, then both run freely under the stance."""
+    config = gpu_config()
+    lock, together = threading.Lock(), threading.Barrier(2)
+    compiled: list[int] = []
+    batches = [gpu_batch(config, i) for i in range(8)]
+
+    def drafter() -> list[StepMetrics]:
+        with lock:
+            before = torch_setup.compile_counts().graphs
+            step = gpu_step(config)
+            step.warm_up()
+            assert step.captured
+            compiled.append(torch_setup.compile_counts().graphs - before)
+        if together.wait(120) == 0:
+            torch_setup.forbid_compilation()
+        together.wait(120)
+        counts = torch_setup.compile_counts()
+        metrics = [m for _ in range(25) for m in train(step, batches)]
+        torch_setup.check_nothing_compiled(counts)
+        return metrics
+
+    results = in_threads({f"drafter{i}": as_drafter(drafter) for i in range(2)})
+    for result in results.values():
+        if isinstance(result, BaseException):
+            raise result
+    one, two = results.values()
+    print("graphs compiled by first and second:", compiled)
+    assert compiled[0] >= 2
+    assert compiled[1] == 0
+    assert one == two
+    assert one[-1].loss < one[0].loss
+
+
+def captured_equals_uncaptured() -> None:
+    """The same 40 steps by graph replay, by plain launches, and by chunked SDPA."""
+    batches = [gpu_batch(gpu_config(), i) for i in range(40)]
+
+    def run(graphs: str, attention: str) -> tuple[list[StepMetrics], dict[str, torch.Tensor]]:
+        step = gpu_step(gpu_config(graphs, attention))
+        step.warm_up()
+        assert step.captured == (graphs == "step")
+        return train(step, batches), {k: v.float().cpu() for k, v in step.weights().items()}
+
+    replayed, weights = on_one_thread(lambda: run("step", "flex"))
+    launched, others = on_one_thread(lambda: run("none", "flex"))
+    twin, _ = on_one_thread(lambda: run("none", "sdpa"))
+    print("losses", [round(m[i].loss, 5) for i in (0, 1, 20, 39) for m in (replayed, launched, twin)])
+    print("norms ", [round(m[i].grad_norm, 5) for i in (0, 1, 20, 39) for m in (replayed, launched, twin)])
+    assert replayed == launched
+    assert all(torch.equal(weights[k], others[k]) for k in weights)
+    for a, b in zip(replayed, twin, strict=True):
+        assert abs(a.loss - b.loss) < 0.02 * abs(b.loss)
+        assert abs(a.grad_norm - b.grad_norm) < 0.1 * b.grad_norm
+
+
+def flex_equals_the_oracle() -> None:
+    """Compiled flex over our tables against a float64 softmax over the dense mask, gradients included."""
+    from trainer.graphs import compiled
+    from trainer.model.mask import attend_dense, dense_mask
+
+    torch_setup.apply_torch_config()
+    config = gpu_config()
+    layouts = layer_layouts(config.drafter, config.data.token_budget, config.data.block_slots)
+    attend = FlexAttention(layouts, torch.device(DEVICE))
+    function = compiled(call_attention, torch.device(DEVICE))
+    worst = 0.0
+    for index in range(4):
+        packed = gpu_batch(config, index).packed
+        args = [x.to(DEVICE) for x in (packed.anchors_N, packed.keep_N, packed.doc_ids_T, packed.cu_seqlens_D1)]
+        attend.fill(*args)
+        for layer, layout in enumerate(layouts):
+            generator = torch.Generator(DEVICE).manual_seed(index)
+            shapes = ((4, layout.queries, 32), (2, layout.keys, 32), (2, layout.keys, 32))
+            inputs = [
+                torch.randn(s, generator=generator, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+                for s in shapes
+            ]
+            wide = [x.detach().float().requires_grad_() for x in inputs]
+            mask = dense_mask(*args[:3], layout.block_size, layout.window, layout.causal)
+            out, expected = function(attend, layer, *inputs), attend_dense(*wide, mask)
+            assert torch.all(out[:, ~mask.any(1)] == 0)
+            upstream = torch.randn(out.shape, generator=generator, device=DEVICE)
+            grads = torch.autograd.grad(out, inputs, upstream.to(out.dtype))
+            expected_grads = torch.autograd.grad(expected, wide, upstream)
+            for a, b in zip((out, *grads), (expected, *expected_grads), strict=True):
+                error = float((a.float() - b).norm() / b.norm())
+                worst = max(worst, error)
+                assert error < 1e-2, (index, layer, error)
+    print("worst relative error", worst)
+
+
+def call_attention(attend: Any, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = attend(layer, q, k, v)
+    return out
+
+
+def tables_in_a_graph_equal_tables_on_the_cpu() -> None:
+    from trainer.model.block_tables import BlockTables, ContextSpans, MaskLayout
+
+    layout = MaskLayout(context=1000, slots=96, block_size=8, window=100)
+    config = gpu_config()
+    for index in range(5):
+        packed = gpu_batch(config, index).packed
+        results = []
+        for device in ("cpu", DEVICE):
+            args = [x.to(device) for x in (packed.anchors_N, packed.keep_N, packed.doc_ids_T, packed.cu_seqlens_D1)]
+            spans = ContextSpans.empty(96, torch.device(device))
+            tables = BlockTables.empty(layout, torch.device(device))
+            spans.fill(*args)
+            tables.fill(layout, spans)
+            results.append([getattr(tables, f).cpu() for f in BlockTables.__dataclass_fields__])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def steady_step_never_waits_for_the_device() -> None:
+    def run(graphs: str) -> None:
+        config = gpu_config(graphs)
+        step = gpu_step(config)
+        step.warm_up()
+        batches = [gpu_batch(config, i) for i in range(4)]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch in batches * 5:
+                step.load(batch)
+                step.accumulate()
+                step.apply()
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                step.metrics()  # so the mode does see a read-back
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    on_one_thread(lambda: run("step"))
+    on_one_thread(lambda: run("none"))
+
+
+def memory_is_flat() -> None:
+    def run() -> None:
+        config = gpu_config()
+        step = gpu_step(config)
+        step.warm_up()
+        batches = [gpu_batch(config, i) for i in range(4)]
+        train(step, batches * 5)
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        train(step, batches * 50)
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+        stats = torch.cuda.memory_stats()
+        assert stats["num_alloc_retries"] == 0
+        assert stats["num_ooms"] == 0
+        print("bytes allocated and reserved", before)
+
+    on_one_thread(run)
+
+
+def replay_from_another_thread_is_refused() -> None:
+    config = gpu_config()
+    step = on_one_thread(lambda: warmed(config))
+    step.load(gpu_batch(config, 0))
+    with pytest.raises(RuntimeError, match="another thread"):
+        step.accumulate()
+
+
+def warmed(config: TrainConfig) -> TrainStep:
+    step = gpu_step(config)
+    step.warm_up()
+    return step
+
+
+def capture_on_the_default_stream_is_refused() -> None:
+    torch_setup.apply_torch_config()
+    step = gpu_step(gpu_config())
+    with pytest.raises(RuntimeError, match="own stream"):
+        step.warm_up()
+
+
+def dense_fallback_is_refused() -> None:
+    from trainer.model.attention import DenseFallbackError
+
+    torch_setup.poison_dense_flex()
+
+    def run() -> None:
+        config = gpu_config("none")
+        step = gpu_step(config)
+        step.load(gpu_batch(config, 0))
+        compiled = step._forward
+        step._forward = compiled.__wrapped__
+        with pytest.raises(DenseFallbackError):
+            step.accumulate()
+        step._forward = compiled
+        step.warm_up()  # the compiled path does not meet the poison
+        train(step, [gpu_batch(config, 0)])
+
+    on_one_thread(run)
+
+
+def a_new_shape_after_the_gate_is_refused() -> None:
+    def run() -> None:
+        config = gpu_config("none")
+        step = warmed(config)
+        torch_setup.forbid_compilation()
+        inputs = step.inputs
+        with pytest.raises(RuntimeError, match="recompile") as refused:
+            step._forward(
+                step.drafter,
+                inputs.hidden_TKH[:-8],
+                inputs.positions_T[:-8],
+                torch.zeros(768, GPU_HIDDEN, device=DEVICE, dtype=torch.bfloat16),
+                torch.zeros(768, dtype=torch.int64, device=DEVICE),
+                step.attention,
+            )
+        print(str(refused.value)[-300:])
+
+    on_one_thread(run)
+
+
+def warming_without_gradients_is_caught() -> None:
+    def run() -> None:
+        config = gpu_config("none")
+        step = gpu_step(config)
+        step.load(gpu_batch(config, 0))
+        inputs = step.inputs
+        step.attention.fill(inputs.anchors_N, inputs.keep_N, inputs.doc_ids_T, inputs.cu_seqlens_D1)
+        with torch.no_grad():
+            step._forward(
+                step.drafter,
+                inputs.hidden_TKH,
+                inputs.positions_T,
+                torch.zeros(768, GPU_HIDDEN, device=DEVICE, dtype=torch.bfloat16),
+                torch.zeros(768, dtype=torch.int64, device=DEVICE),
+                step.attention,
+            )
+        torch_setup.forbid_compilation()
+        with pytest.raises(RuntimeError, match="recompile") as refused:
+            step.accumulate()
+        print(str(refused.value)[-300:])
+
+    on_one_thread(run)
+
+
+def compiler_graphs() -> None:
+    """On torch 2.11 refused with the reason; from 2.13 they work on a drafter's thread."""
+    if torch_setup.supports_compiler_graphs(torch_setup.torch_version()):
+        metrics = on_one_thread(lambda: train(warmed(gpu_config("compiler")), [gpu_batch(gpu_config(), 0)] * 3))
+        assert metrics[-1].loss < metrics[0].loss
+        return
+    with pytest.raises(torch_setup.TorchUnfitError, match=r"2\.13"):
+        gpu_step(gpu_config("compiler"))
+
+
+def hidden_states_survive_the_hand_off() -> None:
+    """A producer thread fills, hands over and drops states; what arrives is what was sent, however late it is read.
+
+    Seen to fail with `wait_event` left out of `StepInputs.load`, and with `record_stream` left out.
+    """
+    import queue
+
+    config = gpu_config("none")
+    channel: queue.Queue[Any] = queue.Queue(maxsize=2)
+    rounds = 200
+    template = gpu_batch(config, 0)
+
+    def produce() -> None:
+        spin = torch.randn(2048, 2048, device=DEVICE)
+        for index in range(rounds):
+            for _ in range(3):
+                spin = (spin @ spin).clamp(-1, 1)
+            hidden = torch.empty_like(template.hidden_TKH)
+            hidden.fill_(float(index % 128))
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream())
+            channel.put(HiddenBatch(template.packed, hidden, ready))
+            del hidden
+            poison = [torch.full_like(template.hidden_TKH, -1.0) for _ in range(4)]
+            del poison
+
+    def consume() -> int:
+        step = gpu_step(config)
+        wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        spin = torch.randn(4096, 4096, device=DEVICE)
+        for index in range(rounds):
+            batch = channel.get(timeout=60)
+            spin = (spin @ spin).clamp(-1, 1)
+            step.load(batch)
+            del batch
+            wrong += (step.inputs.hidden_TKH != float(index % 128)).sum()
+        return int(wrong)
+
+    def target() -> None:
+        with torch_setup.thread_rules("target", DEVICE):
+            produce()
+
+    results = in_threads({"target": target, "drafter": as_drafter(consume)})
+    assert results["target"] is None, results
+    assert results["drafter"] == 0, results
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print("ok")
+    sys.stdout.flush()
+    # Not a normal exit: a hung thread would keep the interpreter from ending.
+    import os
+
+    os._exit(0)

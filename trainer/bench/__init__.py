@@ -1,0 +1,1 @@
+"""Benchmarks of the trainer's parts; every number is printed beside a ceiling measured in the same run."""
