@@ -173,13 +173,17 @@ class Drafter(nn.Module):
         """Weights are drawn from `generator` (a CPU generator; seed 0 when None), the same on every device."""
         super().__init__()
         self.shape = shape
+        with torch.random.fork_rng(devices=[]):  # Linear draws weights on construction; ours come from `generator`
+            self._build(shape)
+        self.reset_parameters(generator)
+
+    def _build(self, shape: DrafterShape) -> None:
         config, hidden = shape.config, shape.hidden_size
         self.fc = nn.Linear(shape.num_features * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(hidden, config) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.rotary = Rotary(config.head_dim, shape.rope_theta)
-        self.reset_parameters(generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
