@@ -35,6 +35,8 @@ class OpsError(Exception):
     exit_code: ClassVar[int] = 1
     default_hint: ClassVar[str] = ""
     runbook: ClassVar[str | None] = None
+    reported = False
+    """True where the agent itself reported it: the route worked, and asking again changes nothing."""
 
     def __init__(self, what: str, *, why: str = "", hint: str = "") -> None:
         super().__init__(what)

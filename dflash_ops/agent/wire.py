@@ -121,7 +121,9 @@ def error_from_json(body: dict[str, str]) -> errors.OpsError:
     """The same error on this side; a kind this version does not know becomes AgentFailed."""
     found = getattr(errors, str(body.get("kind", "")), None)
     kind = found if isinstance(found, type) and issubclass(found, errors.OpsError) else errors.AgentFailed
-    return kind(str(body.get("what", "")), why=str(body.get("why", "")), hint=str(body.get("hint", "")))
+    error = kind(str(body.get("what", "")), why=str(body.get("why", "")), hint=str(body.get("hint", "")))
+    error.reported = True
+    return error
 
 
 def encode(event: Event, nonce: str) -> bytes:

@@ -1,0 +1,101 @@
+"""Stopping a run: TERM, wait for its checkpoint and its end; KILL only when asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dflash_ops.agent import process, runs
+from dflash_ops.agent.layout import Layout
+from dflash_ops.agent.process import Identity
+from dflash_ops.agent.runs import RunRecord, RunStatus
+from dflash_ops.errors import DeadlineExceeded
+
+SETTLE_S = 10.0
+"""What a supervisor may take to write its record after the trainer's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    who: str
+    run_id: str = ""
+    kill: bool = False
+    wait_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopResult:
+    """`stopped` is False where nothing ran."""
+
+    stopped: bool
+    status: RunStatus | None
+
+
+def stop(layout: Layout, request: StopRequest, say: Callable[[str], None]) -> StopResult:
+    """End a run in order. A second call while the first waits only waits too; on an ended run it does nothing."""
+    status = runs.find(layout, request.run_id) if request.run_id else runs.live_run(layout) or _orphaned(layout)
+    record = runs.read_run(layout.run(status.run_id)) if status else None
+    if status is None or record is None:
+        return StopResult(False, runs.find(layout, ""))
+    trainer = record.trainer if process.alive(record.trainer) else None
+    if trainer is None and not status.live:
+        return StopResult(False, status)
+    receiver = record.supervisor if process.alive(record.supervisor) else trainer
+    if receiver is not None and process.send(receiver, signal.SIGTERM):
+        say(f"TERM sent to run {record.run_id}: it finishes its step, writes a checkpoint and ends")
+    if not _gone(layout, record, request.wait_s, say):
+        if not request.kill:
+            raise DeadlineExceeded(
+                f"run {record.run_id} still runs {request.wait_s:.0f} s after TERM",
+                why="a long step, a stuck thread, or a GPU that does not answer",
+                hint="wait and `fab stop` again, or `fab stop --kill`, which loses the work since the last checkpoint",
+            )
+        say("still running: KILL to its whole process group")
+        _kill(record)
+        if not _gone(layout, record, SETTLE_S, say):
+            raise DeadlineExceeded(
+                f"run {record.run_id} survives KILL",
+                why="it waits inside the kernel, usually for a GPU that is lost",
+                hint="look at the host's kernel log; such a process ends only with the host",
+            )
+    return StopResult(True, runs.find(layout, record.run_id))
+
+
+def _orphaned(layout: Layout) -> RunStatus | None:
+    """A lost run whose trainer still lives."""
+    for status in runs.statuses(layout):
+        record = runs.read_run(layout.run(status.run_id))
+        if record is not None and process.alive(record.trainer):
+            return status
+    return None
+
+
+def _gone(layout: Layout, record: RunRecord, wait_s: float, say: Callable[[str], None]) -> bool:
+    """Wait until trainer and supervisor have ended; tells of the checkpoint on the way."""
+    ends_at = time.monotonic() + wait_s
+    before = runs.derive(record, layout.run(record.run_id)).latest.checkpoint
+    told = False
+    while time.monotonic() < ends_at:
+        current = runs.read_run(layout.run(record.run_id)) or record
+        waiting: list[Identity] = [one for one in (current.trainer, current.supervisor) if process.alive(one) and one]
+        if not waiting and (current.supervisor is not None or not process.alive(current.launched_by)):
+            return True
+        checkpoint = runs.derive(current, layout.run(record.run_id)).latest.checkpoint
+        if checkpoint != before and not told:
+            say(f"checkpoint written: {checkpoint}")
+            told = True
+        if waiting:
+            process.wait_gone(waiting[0], min(0.5, max(0.0, ends_at - time.monotonic())))
+        else:
+            time.sleep(0.1)
+    return False
+
+
+def _kill(record: RunRecord) -> None:
+    if record.trainer is not None and process.alive(record.trainer):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(record.trainer.pid, signal.SIGKILL)

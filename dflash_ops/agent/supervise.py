@@ -1,0 +1,190 @@
+"""The supervisor: owns the trainer's process, passes TERM and HUP on, and records how it ended.
+
+It starts in a tmux pane, a systemd unit or a session of its own, takes the run and the launch lock from the launch
+(`handover`), and stays until the trainer has ended. The trainer inherits the lock: as long as either lives, no
+second launch can pass the gate.
+
+Everything it needs is imported at the start; it must not depend on a file that a later deploy could remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from dflash_ops.agent import handover, process, runs
+from dflash_ops.agent.handover import Assignment, Taken
+from dflash_ops.agent.runs import ExitRecord
+from dflash_ops.errors import OpsError
+
+HANDOVER_S = 30.0
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None, use_errno=True)
+FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Supervisor:
+    """One run, from start to exit record."""
+
+    def __init__(self) -> None:
+        self._trainer: subprocess.Popen[bytes] | None = None
+        self._asked: list[str] = []
+
+    def run(self, nonce: str) -> int:
+        """The whole life of a supervisor; returns its exit code."""
+        # Ctrl-C in an attached pane must not end the run; the viewer below inherits this.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in FORWARDED:
+            signal.signal(number, self._on_signal)
+        os.umask(0o022)
+        try:
+            connection, assignment, lock = handover.take(nonce, HANDOVER_S)
+        except (OSError, OpsError, ValueError) as error:
+            print(f"dflash: no run to supervise: {error}", file=sys.stderr)
+            return 14
+        directory = Path(assignment.directory)
+        oom_before = process.oom_kills()
+        with (directory / "train.log").open("ab", buffering=0) as log:
+            try:
+                trainer = self._start(assignment, lock, log.fileno())
+                self._record_start(directory, trainer.pid)
+            except OSError as error:
+                end = ExitRecord(127, None, time.time(), process.boot(), reason=f"the trainer cannot start: {error}")
+                _say(log.fileno(), end.reason)
+                runs.write_exit(directory, end)
+                handover.answer(connection, Taken(None, str(error)))
+                return 1
+            handover.answer(connection, Taken(trainer.pid))
+            # A launch that gave up waiting has written a failure; the run lives, so that record is wrong.
+            (directory / "exit.json").unlink(missing_ok=True)
+            with _viewer(directory):
+                returncode = self._wait(trainer)
+            end = self._ended(returncode, oom_before)
+            _say(log.fileno(), f"the trainer ended: {_ending(end)}")
+            _write_exit(directory, end)
+        with contextlib.suppress(OSError):
+            print(f"\n[dflash] {directory.name} ended: {_ending(end)}")
+        return 0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        first = not self._asked
+        self._asked.append(name)
+        # A container's shutdown sends HUP and TERM within a moment, and the trainer takes a second signal as
+        # "at once": only the first is passed on.
+        if first and self._trainer is not None:
+            self._trainer.send_signal(number)
+
+    def _start(self, assignment: Assignment, lock: int, log: int) -> subprocess.Popen[bytes]:
+        for line in assignment.header:
+            _say(log, line)
+        trainer = subprocess.Popen(
+            assignment.argv,
+            cwd=assignment.cwd,
+            env=assignment.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(lock,),
+            start_new_session=True,
+            preexec_fn=_stop_with_parent,  # one thread here, so this is safe
+        )
+        self._trainer = trainer
+        if self._asked:  # a signal came before there was anybody to pass it to
+            trainer.send_signal(signal.Signals[self._asked[0]])
+        return trainer
+
+    def _record_start(self, directory: Path, pid: int) -> None:
+        record = runs.read_run(directory)
+        if record is not None:
+            runs.write_run(
+                directory,
+                dataclasses.replace(
+                    record,
+                    state="started",
+                    supervisor=process.identify(os.getpid()),
+                    trainer=process.identify(pid),
+                    started_at=time.time(),
+                ),
+            )
+
+    def _wait(self, trainer: subprocess.Popen[bytes]) -> int:
+        # WNOWAIT keeps the zombie, and with it the group's number, until the rest of the group is ended:
+        # a left-over worker would hold GPU memory.
+        os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(trainer.pid, signal.SIGKILL)
+        return trainer.wait()
+
+    def _ended(self, returncode: int, oom_before: int | None) -> ExitRecord:
+        oom_after = process.oom_kills()
+        kills = oom_after - oom_before if oom_after is not None and oom_before is not None else None
+        died_of = None
+        if returncode < 0:
+            try:
+                died_of = signal.Signals(-returncode).name
+            except ValueError:
+                died_of = f"signal {-returncode}"
+        return ExitRecord(
+            code=returncode if returncode >= 0 else None,
+            signal=died_of,
+            ended_at=time.time(),
+            boot=process.boot(),
+            oom_kills=kills,
+            forwarded=tuple(self._asked[:1]),
+        )
+
+
+def _ending(end: ExitRecord) -> str:
+    text = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
+    if end.forwarded:
+        text += f", stopped on request ({end.forwarded[0]})"
+    if end.oom_kills:
+        text += f", {end.oom_kills} kernel OOM kills"
+    return text
+
+
+def _write_exit(directory: Path, end: ExitRecord) -> None:
+    """The one record that must not be lost: keep trying while the disk is full, then give up."""
+    for _ in range(60):
+        try:
+            runs.write_exit(directory, end)
+            return
+        except OSError:
+            time.sleep(1.0)
+
+
+def _stop_with_parent() -> None:
+    """In the trainer before exec: TERM when the supervisor dies, so that nothing trains unwatched."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _say(log: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(log, f"[dflash] {text}\n".encode())
+
+
+@contextlib.contextmanager
+def _viewer(directory: Path) -> Iterator[None]:
+    """The log on the pane's terminal, by a process of its own: a stuck terminal cannot hold the supervisor up."""
+    tail = shutil.which("tail", path="/usr/bin:/bin")
+    if tail is None or not sys.stdout.isatty():
+        yield
+        return
+    shown = subprocess.Popen([tail, "-n", "+1", "-F", "--", str(directory / "train.log")], stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        shown.terminate()
+        shown.wait()

@@ -1,0 +1,69 @@
+"""The trainer's command line, as far as the launch needs it before a run exists. Torch is not imported for these."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+from dflash_ops.errors import DeadlineExceeded, UsageError
+
+ASK_S = 60.0
+
+
+def train_argv(variant: str, directory: Path, overrides: dict[str, str]) -> tuple[str, ...]:
+    settings = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+    return (sys.executable, "-m", "trainer", "train", "--variant", variant, "--run-dir", str(directory), *settings)
+
+
+def full_config(release: Path, env: dict[str, str], variant: str, overrides: dict[str, str]) -> str:
+    """The whole configuration of this run as one line of JSON, checked by the trainer itself.
+
+    Raises UsageError with the trainer's own words, and the list of variants, where it refuses.
+    """
+    settings = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+    done = _ask(release, env, ["config", "--variant", variant, *settings])
+    if done.returncode == 0:
+        return " ".join(done.stdout.split())
+    said = done.stderr.strip().splitlines()
+    variants = _ask(release, env, ["variants"]).stdout.strip()
+    raise UsageError(
+        f"the trainer refuses this configuration: {said[-1] if said else f'exit code {done.returncode}'}",
+        why=f"variants: {'; '.join(line.strip() for line in variants.splitlines())}" if variants else "",
+        hint="choose a variant with --variant and correct --set; `python -m trainer config --variant V` shows all keys",
+    )
+
+
+def environment(extra: dict[str, str]) -> dict[str, str]:
+    """What the trainer gets: fixed basics of this machine, then what the caller adds. Nothing is inherited."""
+    user = pwd.getpwuid(os.getuid())
+    base = {
+        "HOME": os.environ.get("HOME") or user.pw_dir,
+        "USER": user.pw_name,
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:"
+        "/usr/sbin:/usr/bin:/sbin:/bin",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that cuda:N is the N of nvidia-smi
+    }
+    return base | extra
+
+
+def _ask(release: Path, env: dict[str, str], words: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "trainer", *words],
+            cwd=release,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ASK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"`python -m trainer {words[0]}` did not answer within {ASK_S:.0f} s") from None

@@ -1,0 +1,260 @@
+"""The agent's verbs: JSON in, the work of one module, JSON out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from dflash_ops.agent import cache, files, gate, gpus, launch, launchers, lock, records, releases, runs, stop
+from dflash_ops.agent import follow as following
+from dflash_ops.agent.gate import GateReport, GateRequest
+from dflash_ops.agent.launch import LaunchRequest
+from dflash_ops.agent.layout import Layout, linked_release
+from dflash_ops.agent.lock import Holder
+from dflash_ops.agent.releases import Deployed, Manifest, ReleaseInfo
+from dflash_ops.agent.runs import RunStatus
+from dflash_ops.agent.wire import Event, Progress
+from dflash_ops.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, as a verb sees it."""
+
+    layout: Layout
+    params: dict[str, Any]
+    payload: BinaryIO
+    payload_size: int
+    emit: Callable[[Event], bool]
+
+    def say(self, text: str) -> None:
+        self.emit(Progress(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """A request without fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectRequest:
+    """Make this release current if it is there. `rollback`: empty means the previous one."""
+
+    release_id: str
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstallRequest:
+    manifest: Manifest
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class Releases:
+    releases: tuple[ReleaseInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Which run: by id, by the launch's nonce, or the newest."""
+
+    run_id: str = ""
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What `fab status` shows."""
+
+    run: RunStatus | None
+    release: str | None
+    holder: Holder | None
+    """Who holds the launch lock right now; None where it is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunsRequest:
+    limit: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    runs: tuple[RunStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    """What `fab gpus` shows."""
+
+    status: str
+    lines: tuple[str, ...]
+    notes: tuple[str, ...]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearRequest:
+    who: str
+    legacy_caches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    lines: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class AttachRequest:
+    run_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachAnswer:
+    """The command that shows the run on a terminal, and the environment it needs there."""
+
+    run_id: str
+    argv: tuple[str, ...]
+
+
+def _select(call: Call) -> Deployed:
+    request = records.load(SelectRequest, call.params)
+    call.layout.create()
+    done = releases.select(call.layout, request.release_id)
+    if done.changed:
+        releases.append_audit(call.layout, "deploy", request.who, request.release_id)
+    return done
+
+
+def _install(call: Call) -> Deployed:
+    request = records.load(InstallRequest, call.params)
+    call.layout.create()
+    done = releases.install(call.layout, request.manifest, call.payload, call.payload_size, call.say)
+    releases.append_audit(call.layout, "deploy", request.who, done.release_id)
+    return done
+
+
+def _rollback(call: Call) -> Deployed:
+    request = records.load(SelectRequest, call.params)
+    call.layout.create()
+    done = releases.rollback(call.layout, request.release_id)
+    releases.append_audit(call.layout, "rollback", request.who, done.release_id)
+    return done
+
+
+def _releases(call: Call) -> Releases:
+    return Releases(tuple(releases.listing(call.layout)))
+
+
+def _launch(call: Call) -> launch.LaunchResult:
+    request = records.load(LaunchRequest, call.params)
+    call.layout.create()
+    done = launch.launch(call.layout, request, call.say)
+    releases.append_audit(call.layout, "launch", request.who, done.run_id)
+    return done
+
+
+def _status(call: Call) -> Overview:
+    request = records.load(StatusRequest, call.params)
+    if request.nonce:
+        directories = runs.directories(call.layout)
+        found = [record for path in directories if (record := runs.read_run(path)) and record.nonce == request.nonce]
+        run = runs.derive(found[0], call.layout.run(found[0].run_id)) if found else None
+    else:
+        run = runs.find(call.layout, request.run_id)
+    return Overview(run, linked_release(call.layout.current), _holder(call.layout))
+
+
+def _holder(layout: Layout) -> Holder | None:
+    if not layout.lock.exists():
+        return None
+    descriptor = files.try_lock(layout.lock)
+    if descriptor is None:
+        return lock.read_holder(layout)
+    os.close(descriptor)
+    return None
+
+
+def _runs(call: Call) -> Runs:
+    request = records.load(RunsRequest, call.params)
+    found = []
+    for status in runs.statuses(call.layout):
+        found.append(status)
+        if len(found) >= request.limit:
+            break
+    return Runs(tuple(found))
+
+
+def _follow(call: Call) -> following.FollowEnd:
+    return following.follow(call.layout, records.load(following.FollowRequest, call.params), call.emit)
+
+
+def _stop(call: Call) -> stop.StopResult:
+    request = records.load(stop.StopRequest, call.params)
+    done = stop.stop(call.layout, request, call.say)
+    if done.stopped and done.status is not None:
+        releases.append_audit(call.layout, "stop --kill" if request.kill else "stop", request.who, done.status.run_id)
+    return done
+
+
+def _preflight(call: Call) -> GateReport:
+    call.layout.create()
+    return gate.inspect(call.layout, records.load(GateRequest, call.params))
+
+
+def _gpus(call: Call) -> GpuReport:
+    request = records.load(GateRequest, call.params)
+    facts = gpus.probe(request.where, samples=request.samples)
+    verdict = gate.judge(facts, request)
+    return GpuReport(verdict.status.value, verdict.lines, verdict.notes, facts.to_json())
+
+
+def _clear_cache(call: Call) -> Cleared:
+    request = records.load(ClearRequest, call.params)
+    call.layout.create()
+    descriptor = lock.acquire(call.layout, "clear-cache", "", request.who)
+    try:
+        names = [path.name for path in call.layout.cache.iterdir()]
+        lines = cache.clear(call.layout, names, request.legacy_caches)
+    finally:
+        os.close(descriptor)
+    releases.append_audit(call.layout, "clear-cache", request.who, "; ".join(lines))
+    return Cleared(tuple(lines))
+
+
+def _attach(call: Call) -> AttachAnswer:
+    request = records.load(AttachRequest, call.params)
+    status = runs.find(call.layout, request.run_id) if request.run_id else runs.live_run(call.layout)
+    if status is None or not status.live:
+        raise UsageError(
+            "no run to attach to", hint="`fab runs` lists them; `fab tail-log --no-follow` shows the last log"
+        )
+    if status.launcher != "tmux":
+        raise UsageError(
+            f"run {status.run_id} was started with {status.launcher}: there is no terminal to attach to",
+            hint="`fab tail-log` follows it",
+        )
+    return AttachAnswer(status.run_id, launchers.attach_argv(call.layout, status.session))
+
+
+def _as_json(verb: Callable[[Call], Any]) -> Callable[[Call], dict[str, Any]]:
+    return lambda call: records.dump(verb(call))
+
+
+VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
+    "select": _as_json(_select),
+    "install": _as_json(_install),
+    "rollback": _as_json(_rollback),
+    "releases": _as_json(_releases),
+    "launch": _as_json(_launch),
+    "status": _as_json(_status),
+    "runs": _as_json(_runs),
+    "follow": _as_json(_follow),
+    "stop": _as_json(_stop),
+    "preflight": _as_json(_preflight),
+    "gpus": _as_json(_gpus),
+    "clear-cache": _as_json(_clear_cache),
+    "attach": _as_json(_attach),
+}

@@ -1,0 +1,172 @@
+"""A checkout of its own for each test, with the stand-in trainer and a `local` target under a short path."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_ops.agent import process, runs
+from dflash_ops.agent.layout import Layout
+from dflash_ops.hosts import load
+from dflash_ops.remote import Place, Remote
+from dflash_ops.settings import Target
+from dflash_ops.transport.local import LocalTransport
+from tests.ops import standin
+
+REPOSITORY = Path(__file__).parents[2]
+HOSTS = """\
+default: local
+targets:
+  local:
+    via: local
+    root: {root}
+    launcher: {launcher}
+    min_free_gib: 0
+    env: {{STANDIN_TOKEN: secret-value}}
+"""
+
+
+def wait_until(condition: Callable[[], Any], what: str, deadline: float = 30.0) -> Any:
+    """The condition's first true value; fails the test after `deadline` seconds."""
+    ends_at = time.monotonic() + deadline
+    while not (value := condition()):
+        assert time.monotonic() < ends_at, f"waited {deadline} s for {what}"
+        time.sleep(0.02)
+    return value
+
+
+@dataclass
+class Lab:
+    """One checkout and its target."""
+
+    checkout: Path
+    root: Path
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.root, self.root)
+
+    @property
+    def hosts_file(self) -> Path:
+        return self.checkout / "hosts.yaml"
+
+    @property
+    def target(self) -> Target:
+        return load(self.hosts_file).targets["local"]
+
+    @property
+    def remote(self) -> Remote:
+        return Remote(LocalTransport(), Place(sys.executable, str(self.root), str(self.root)))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"], "HOME": str(self.checkout), "LAPTOP_SECRET": "leak"}
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "fabric", *words]
+
+    def fab(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run `fab` to its end, as an operator would in the checkout."""
+        return subprocess.run(
+            self.command(*words),
+            cwd=self.checkout,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def start_fab(self, *words: str) -> subprocess.Popen[bytes]:
+        """Start `fab` in a session of its own, so that a test can send it what a terminal would."""
+        process_ = subprocess.Popen(
+            self.command(*words),
+            cwd=self.checkout,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.started.append(process_)
+        return process_
+
+    def status(self, *words: str) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.fab("status", "--json", *words).stdout)
+        return body
+
+    def newest(self) -> runs.RunStatus:
+        found = runs.find(self.layout, "")
+        assert found is not None
+        return found
+
+    def launch(self, *words: str) -> runs.RunStatus:
+        """Launch through `fab` and wait until it trains."""
+        done = self.fab("launch", "--variant", "threadwarm", *words)
+        assert done.returncode == 0, done.stderr + done.stdout
+        return self.wait_for("training")
+
+    def wait_for(self, *states: str) -> runs.RunStatus:
+        def reached() -> runs.RunStatus | None:
+            found = runs.find(self.layout, "")
+            return found if found is not None and found.state in states else None
+
+        found: runs.RunStatus = wait_until(reached, f"state {' or '.join(states)}")
+        return found
+
+    def write_hosts(self, launcher: str = "nohup") -> None:
+        self.hosts_file.write_text(HOSTS.format(root=self.root, launcher=launcher))
+
+    def end_everything(self) -> None:
+        """End what the test left running, each process by the identity in its record."""
+        for process_ in self.started:
+            if process_.poll() is None:
+                process_.kill()
+            process_.wait()
+            for pipe in (process_.stdout, process_.stderr):
+                if pipe is not None:
+                    pipe.close()
+        for directory in runs.directories(self.layout):
+            record = runs.read_run(directory)
+            for identity in (record.supervisor, record.trainer) if record else ():
+                if identity is not None:
+                    with contextlib.suppress(OSError):
+                        process.send(identity, signal.SIGKILL)
+                    process.wait_gone(identity, 5.0)
+        if self.layout.tmux_socket.exists():
+            subprocess.run(
+                ["tmux", "-S", str(self.layout.tmux_socket), "kill-server"], capture_output=True, check=False
+            )
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    """Started with nohup: the quickest launcher. Tests of tmux write hosts.yaml anew."""
+    base = Path(tempfile.mkdtemp(prefix="dflash-"))  # short: a tmux socket must fit into 100 bytes
+    made = Lab(checkout=base / "checkout", root=base / "root")
+    made.checkout.mkdir()
+    for name in ("fabfile.py", "fabric.yaml"):
+        shutil.copy(REPOSITORY / name, made.checkout / name)
+    (made.checkout / "dflash_ops").symlink_to(REPOSITORY / "dflash_ops")
+    standin.write(made.checkout)
+    made.write_hosts()
+    try:
+        yield made
+    finally:
+        made.end_everything()
+        shutil.rmtree(base, ignore_errors=True)
