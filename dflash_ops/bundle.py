@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
+SHARED = ("__init__.py", "errors.py", "events.py", "health.py", "preflight.py")
+"""Modules of the laptop's side that the agent uses too; standard library only."""
 EPOCH = (1980, 1, 1, 0, 0, 0)
 TMUX_LIBRARY_EXTRAS = ("test/", "pytest_plugin.py")  # libtmux's own test support needs pytest
 
@@ -24,13 +26,14 @@ class Bundle:
 
 @functools.cache
 def agent_bundle() -> Bundle:
-    """The agent, `errors`, `preflight` and libtmux. The same sources give the same bytes."""
+    """The agent, what it shares with the laptop, and libtmux. The same sources give the same bytes."""
     import libtmux  # the installed copy is what is shipped; nothing else here needs it
 
     files: dict[str, Path] = {}
-    for path in [PACKAGE / "__init__.py", PACKAGE / "errors.py", PACKAGE / "preflight.py"]:
-        files[f"dflash_ops/{path.name}"] = path
-    for path in sorted((PACKAGE / "agent").rglob("*.py")):
+    shipped = [PACKAGE / name for name in SHARED]
+    for directory in ("agent", "incidents"):
+        shipped.extend(sorted((PACKAGE / directory).rglob("*.py")))
+    for path in shipped:
         files[f"dflash_ops/{path.relative_to(PACKAGE).as_posix()}"] = path
     library = Path(libtmux.__file__).parent
     for path in sorted(library.rglob("*.py")):

@@ -117,6 +117,8 @@ def _ended(end: ExitFacts, events: Sequence[Event]) -> Health:
     for_memory = f"; the kernel killed {end.oom_kills} process(es) here for memory" if end.oom_kills else ""
     if end.signal is not None:
         return Health(State.KILLED, f"ended by {end.signal}{for_memory}")
+    if end.code is None and end.reason:
+        return Health(State.FAILED, end.reason)
     if end.code is None:
         return Health(State.LOST, "the exit record holds neither an exit code nor a signal")
     said = next((event for event in reversed(events) if event.kind == "end"), None)

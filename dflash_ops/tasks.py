@@ -95,13 +95,13 @@ def deploy(c: TargetContext) -> int:
 def launch(
     c: TargetContext,
     variant: str = "",
-    set: tuple[str, ...] = (),  # the flag is --set
+    set: list[str] | None = None,  # the flag is --set; a default of () would make Invoke split each word
     resume: str = "",
     keep_cache: bool = False,
     launcher: str = "",
 ) -> int:
     """Start a run behind the gate, detached; --variant, --set k=v, --resume RUN|auto, --keep-cache."""
-    options = launching.LaunchOptions(variant, tuple(set), resume, keep_cache, launcher)
+    options = launching.LaunchOptions(variant, tuple(set or ()), resume, keep_cache, launcher)
 
     def one(target: Target, remote: Remote) -> int:
         done = launching.launch(remote, target, options, _who(), lambda text: _say(c, target, text))

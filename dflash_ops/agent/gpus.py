@@ -20,6 +20,11 @@ from dflash_ops.agent.gpu_facts import NO_NVIDIA_SMI, OK, Card, GpuFacts, GpuPro
 SEARCH_PATH = "/usr/bin:/usr/local/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/bin"
 
 
+def find_program() -> str | None:
+    """Where nvidia-smi is; None where it is not installed."""
+    return shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:{SEARCH_PATH}")
+
+
 def probe(
     where: str,
     *,
@@ -34,7 +39,7 @@ def probe(
     Takes (samples - 1) * interval_s when nvidia-smi is well; `limit_s` bounds each of its runs, and the first run that
     fails or does not end is the last.
     """
-    smi = program or shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:{SEARCH_PATH}")
+    smi = program or find_program()
     facts = GpuFacts(
         where,
         OK,

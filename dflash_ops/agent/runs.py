@@ -1,19 +1,11 @@
 """The run registry: what run.json, exit.json, metrics.jsonl and the process table say about each run.
 
-A state is derived each time from evidence; nothing on disk can claim that a dead run is running.
-
-    starting   the launcher or the supervisor works, the trainer has said nothing yet
-    warming    compiling and warming up behind the gate
-    training   the gate is open
-    finished   exit code 0
-    failed     exit code above 0
-    killed     ended by a signal
-    lost       no record of an end and no process: killed with its supervisor, or the container restarted
+A state is derived each time from evidence, by `dflash_ops.health`; nothing on disk can claim that a dead run is
+running.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -25,11 +17,10 @@ from dflash_ops.agent import files, process, records
 from dflash_ops.agent.layout import RUN_ID, Layout
 from dflash_ops.agent.process import Identity
 from dflash_ops.errors import UsageError
+from dflash_ops.events import Event, parse_events
+from dflash_ops.health import ExitFacts, RunFacts, State, assess
 
-LIVE = frozenset({"starting", "warming", "training"})
 METRICS_TAIL = 1 << 16
-START_GRACE_S = 60.0
-"""How long a run without any process may count as starting: the launcher hands over within this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,7 @@ class RunStatus:
 
     @property
     def live(self) -> bool:
-        return self.state in LIVE
+        return State(self.state).live
 
 
 def read_run(directory: Path) -> RunRecord | None:
@@ -169,20 +160,17 @@ def live_run(layout: Layout) -> RunStatus | None:
 
 
 def derive(record: RunRecord, directory: Path) -> RunStatus:
-    """The state, from evidence: exit record first, then processes, then what the trainer said."""
-    latest, opened, warming = _read_metrics(directory / "metrics.jsonl")
+    """The status of one run, from evidence."""
+    events = read_events(directory)
     end = read_exit(directory)
     if end is None and not process.alive(record.supervisor):
         # The exit record is written before the supervisor ends, so a second look cannot miss it.
         end = read_exit(directory)
-    if end is not None:
-        state, detail = _ended(end)
-    else:
-        state, detail = _running(record, opened=opened, warming=warming)
+    health = assess(_facts(record, end), events)
     return RunStatus(
         run_id=record.run_id,
-        state=state,
-        detail=detail,
+        state=health.state.value,
+        detail=health.evidence,
         variant=record.variant,
         release=record.release,
         created_at=record.created_at,
@@ -194,76 +182,54 @@ def derive(record: RunRecord, directory: Path) -> RunStatus:
         ended_at=end.ended_at if end else None,
         exit_code=end.code if end else None,
         signal=end.signal if end else None,
-        latest=latest,
+        latest=_latest(events),
         overrides=record.overrides,
     )
 
 
-def _ended(end: ExitRecord) -> tuple[str, str]:
-    if end.signal is not None:
-        detail = f"ended by {end.signal}"
-        if end.oom_kills:
-            detail += f"; the kernel killed {end.oom_kills} process(es) here for memory during the run"
-        return "killed", detail
-    if end.code == 0:
-        return "finished", "stopped on request" if end.forwarded else "exit code 0"
-    return "failed", end.reason or f"exit code {end.code}"
-
-
-def _running(record: RunRecord, *, opened: bool, warming: bool) -> tuple[str, str]:
-    if record.boot != process.boot():
-        return "lost", "the container or its host restarted under the run"
-    if record.supervisor is None:
-        if process.alive(record.launched_by) or time.time() - record.created_at < START_GRACE_S:
-            return "starting", "the launcher is handing over"
-        return "lost", "the launch was cut off before the trainer started"
-    trainer = process.alive(record.trainer)
-    if not process.alive(record.supervisor):
-        if trainer and record.trainer is not None:
-            return "lost", f"its supervisor was killed; the trainer (pid {record.trainer.pid}) was told to stop"
-        return "lost", "trainer and supervisor are gone and left no exit record: killed from outside"
-    if record.trainer is None or (not trainer and not opened and not warming):
-        return "starting", "the supervisor is starting the trainer"
-    if opened:
-        return "training", ""
-    if warming:
-        return "warming", "threads compile and warm up behind the gate"
-    return "starting", "the trainer has not reported yet"
-
-
-def _read_metrics(path: Path) -> tuple[Latest, bool, bool]:
-    """(newest numbers, gate open, warm-up begun) from the end of metrics.jsonl."""
+def read_events(directory: Path, tail: int = METRICS_TAIL) -> tuple[Event, ...]:
+    """The newest events of the newest attempt, from the last `tail` bytes of metrics.jsonl."""
     try:
-        with path.open("rb") as file:
+        with (directory / "metrics.jsonl").open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - METRICS_TAIL))
-            lines = file.read().split(b"\n")
+            file.seek(max(0, size - tail))
+            text = file.read().decode("utf-8", "replace")
     except OSError:
-        return Latest(), False, False
-    if size > METRICS_TAIL:
-        lines = lines[1:]
+        return ()
+    # A line that the cut has broken is no JSON any more and is skipped like every other broken line.
+    events = parse_events(text)
+    begins = max((index for index, event in enumerate(events) if event.kind == "start"), default=0)
+    return events[begins:]
+
+
+def _facts(record: RunRecord, end: ExitRecord | None) -> RunFacts:
+    return RunFacts(
+        now=time.time(),
+        created=record.created_at,
+        launch_boot=record.boot,
+        boot=process.boot(),
+        launcher_alive=process.alive(record.launched_by),
+        supervisor_alive=process.alive(record.supervisor) if record.supervisor else None,
+        trainer_alive=process.alive(record.trainer) if record.trainer else None,
+        trainer_pid=record.trainer.pid if record.trainer else None,
+        exit=ExitFacts(end.code, end.signal, end.oom_kills, bool(end.forwarded), end.reason) if end else None,
+        stop_requested=record.state == "stopping",
+    )
+
+
+def _latest(events: tuple[Event, ...]) -> Latest:
     newest: dict[str, Any] = {}
-    opened = warming = False
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            event = entry["event"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        newest["time"] = entry.get("time")
-        match event:
-            case "start" | "warmup":
-                warming = True
-            case "gate_open":
-                opened = True
+    for event in events:
+        newest["time"] = event.time
+        match event.kind:
             case "step":
-                opened = True
-                newest |= {key: entry.get(key) for key in ("step", "loss", "accept_len", "context_tokens_per_s")}
+                newest["step"] = event.step
+                newest |= {key: event.number(key) for key in ("loss", "accept_len", "context_tokens_per_s")}
             case "checkpoint":
-                newest["checkpoint"] = entry.get("path")
+                newest["checkpoint"] = event.values.get("path")
             case "end":
-                newest["end"] = entry
+                newest["end"] = dict(event.values)
     try:
-        return records.load(Latest, newest), opened, warming
+        return records.load(Latest, newest)
     except ValueError:
-        return Latest(), opened, warming
+        return Latest()

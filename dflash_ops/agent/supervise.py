@@ -39,6 +39,7 @@ class Supervisor:
     def __init__(self) -> None:
         self._trainer: subprocess.Popen[bytes] | None = None
         self._asked: list[str] = []
+        self._directory: Path | None = None
 
     def run(self, nonce: str) -> int:
         """The whole life of a supervisor; returns its exit code."""
@@ -52,7 +53,7 @@ class Supervisor:
         except (OSError, OpsError, ValueError) as error:
             print(f"dflash: no run to supervise: {error}", file=sys.stderr)
             return 14
-        directory = Path(assignment.directory)
+        directory = self._directory = Path(assignment.directory)
         oom_before = process.oom_kills()
         with (directory / "train.log").open("ab", buffering=0) as log:
             try:
@@ -84,6 +85,13 @@ class Supervisor:
         # "at once": only the first is passed on.
         if first and self._trainer is not None:
             self._trainer.send_signal(number)
+            self._record_state("stopping")
+
+    def _record_state(self, state: str) -> None:
+        record = runs.read_run(self._directory) if self._directory is not None else None
+        if self._directory is not None and record is not None:
+            with contextlib.suppress(OSError):  # a full disk must not keep the signal from the trainer
+                runs.write_run(self._directory, dataclasses.replace(record, state=state))
 
     def _start(self, assignment: Assignment, lock: int, log: int) -> subprocess.Popen[bytes]:
         for line in assignment.header:

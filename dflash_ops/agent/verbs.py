@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from dflash_ops.agent import cache, files, gate, gpus, launch, launchers, lock, records, releases, runs, stop
+from dflash_ops.agent import cache, evidence, files, gate, gpus, launch, launchers, lock, records, releases, runs, stop
 from dflash_ops.agent import follow as following
 from dflash_ops.agent.gate import GateReport, GateRequest
 from dflash_ops.agent.launch import LaunchRequest
@@ -211,6 +211,10 @@ def _gpus(call: Call) -> GpuReport:
     return GpuReport(verdict.status.value, verdict.lines, verdict.notes, facts.to_json())
 
 
+def _evidence(call: Call) -> evidence.EvidenceAnswer:
+    return evidence.collect(call.layout, records.load(evidence.EvidenceRequest, call.params))
+
+
 def _clear_cache(call: Call) -> Cleared:
     request = records.load(ClearRequest, call.params)
     call.layout.create()
@@ -255,6 +259,7 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "stop": _as_json(_stop),
     "preflight": _as_json(_preflight),
     "gpus": _as_json(_gpus),
+    "evidence": _as_json(_evidence),
     "clear-cache": _as_json(_clear_cache),
     "attach": _as_json(_attach),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_ops.incidents.evidence import Source
-from dflash_ops.incidents.signature import Incident, seen
+from dflash_ops.incidents.signature import Incident, raised, seen
 
 LOG, EXIT, GPU = Source.LOG, Source.EXIT, Source.GPU
 KERNEL, FACTS, FAILURE = Source.KERNEL, Source.FACTS, Source.FAILURE
@@ -30,7 +30,12 @@ ENVIRONMENT = (
                 weight=3,
                 unless=_SLOW_ON_PURPOSE,
             ),
-            seen(FAILURE, r"(?:flash-linear-attention|causal-conv1d|fast kernels?).{0,80}(?:missing|not )", weight=3),
+            seen(
+                FAILURE,
+                r"missing: .{0,80}(?:flash-linear-attention|causal-conv1d)",
+                r"(?:flash-linear-attention|causal-conv1d|fast kernels?).{0,80}(?:missing|not )",
+                weight=3,
+            ),
         ),
         runbook="missing-fast-kernels",
         next_command="fab doctor",
@@ -107,6 +112,7 @@ ENVIRONMENT = (
         name="gpu-busy",
         cause="a GPU is held by a process that the container cannot see",
         signatures=(
+            raised("GateRefused", weight=1),
             seen(FAILURE, r"GPUs?\b.{0,160}\b(?:busy|in use|held by|holds)\b", weight=3),
             seen(FACTS, r"gpu: .{0,80}held by pid", weight=3),
             seen(LOG, r"all CUDA-capable devices are busy or unavailable", weight=3),
@@ -120,6 +126,7 @@ ENVIRONMENT = (
         name="environment-mismatch",
         cause="Python, torch or a compiled extension is not the version that the trainer needs",
         signatures=(
+            raised("EnvironmentUnfit", weight=1),
             seen(LOG, r"no kernel image is available for execution on the device", weight=3),
             seen(LOG, r"ImportError: .{0,200}undefined symbol", weight=3),
             seen(
@@ -150,6 +157,7 @@ REACH = (
         name="stale-partial-release",
         cause="an upload was cut: a .partial release is left, the release in use was not touched",
         signatures=(
+            raised("UploadCorrupt"),
             seen(
                 FAILURE,
                 r"releases/\S+\.partial|partial release|upload (?:was )?(?:cut|incomplete)|sha256 .{0,80}differs",
@@ -164,6 +172,7 @@ REACH = (
         name="lock-held",
         cause="a live trainer or another launch holds the lock",
         signatures=(
+            raised("LockHeld"),
             seen(FAILURE, r"\block\b.{0,80}\bheld\b|holds the lock|trainer (?:is )?already run", weight=3),
             seen(LOG, r"holds the lock|lock is held by", weight=3),
         ),
@@ -187,6 +196,7 @@ REACH = (
         name="container-stopped",
         cause="the container does not run",
         signatures=(
+            raised("ContainerStopped", "ContainerMissing"),
             seen(FAILURE, r"container '?\d+'? (?:is )?not running|container \S+ is stopped|status: stopped", weight=3),
             seen(FAILURE, r"Configuration file 'nodes/\S+/lxc/\d+\.conf' does not exist", weight=3),
         ),
@@ -218,6 +228,8 @@ REACH = (
         name="host-unreachable",
         cause="the host does not answer, or answers and refuses our keys",
         signatures=(
+            raised("DeadlineExceeded", weight=1),
+            raised("HostUnreachable", "AuthenticationFailed"),
             seen(
                 FAILURE, r"(?:Connection (?:refused|timed out|reset)|No route to host|Network is unreachable)", weight=2
             ),
@@ -235,6 +247,7 @@ REACH = (
         name="host-key",
         cause="the host's key is unknown or not the one we know",
         signatures=(
+            raised("HostKeyRefused", "HostKeyChanged"),
             seen(
                 FAILURE,
                 r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .{0,120}(?:changed|differs|does not match)",
@@ -255,6 +268,7 @@ REACH = (
         name="agent-failed",
         cause="Python is missing on the target, or the agent could not run there",
         signatures=(
+            raised("AgentFailed", weight=1),
             seen(
                 FAILURE,
                 r"lxc-attach: .{0,120}Failed to exec|\bpython\S*: (?:not found|No such file or directory)",

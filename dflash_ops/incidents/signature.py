@@ -42,6 +42,11 @@ class Incident:
     """Incidents that are mere consequences of this one: when both match, this one is the answer."""
 
 
+def raised(*kinds: str, weight: Weight = 2) -> Signature:
+    """A signature: this tool itself raised an error of one of these classes (see `dflash_ops.errors`)."""
+    return seen(Source.FAILURE, rf"^kind: (?:{'|'.join(kinds)})$", weight=weight)
+
+
 def seen(
     source: Source, *patterns: str, weight: Weight = 2, also: str | None = None, unless: str | None = None
 ) -> Signature:

@@ -176,7 +176,7 @@ MEMORY_AND_NUMBERS = (
         cause="a file system has no space or no inodes left",
         signatures=(
             seen(LOG, r"No space left on device|\[Errno 28\]|Disk quota exceeded", weight=3),
-            seen(FAILURE, r"No space left on device|\[Errno 28\]|disk is full|too little (?:disk|space)", weight=3),
+            seen(FAILURE, r"No space left on device|\[Errno 28\]|disk is full|disk: refused|no room for", weight=3),
             seen(FACTS, r"disk: full", weight=2),
         ),
         runbook="disk-full",

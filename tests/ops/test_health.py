@@ -88,6 +88,7 @@ def test_finishing() -> None:
             State.KILLED,
             "ended by SIGKILL; the kernel killed 1 process(es) here for memory",
         ),
+        (ExitFacts(None, reason="the launch failed: no room"), State.FAILED, "the launch failed: no room"),
         (ExitFacts(None), State.LOST, "the exit record holds neither an exit code nor a signal"),
     ],
 )

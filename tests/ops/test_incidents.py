@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_ops import errors
+from dflash_ops.diagnose import failure_text
 from dflash_ops.incidents import CATALOGUE, Diagnosis, Evidence, NoMatch, Source, diagnose
 
 LOGS = Path(__file__).parent.parent / "fixtures" / "logs"
@@ -183,3 +185,37 @@ def test_signatures_are_linear_in_the_length_of_a_line() -> None:
 def test_next_commands_are_fab_commands() -> None:
     for incident in CATALOGUE:
         assert re.match(r"^fab [a-z-]+( |$)", incident.next_command), incident.name
+
+
+REFUSALS = [
+    (errors.LockHeld("another launch or run holds the lock on this target", why="run x, pid 4"), "lock-held"),
+    (errors.GateRefused("GPUs: refused", why="card 2: python3 (pid 7) holds 4614 MiB [host]"), "gpu-busy"),
+    (errors.EnvironmentUnfit("packages: refused", why="missing: torch; found: python 3.12"), "environment-mismatch"),
+    (errors.EnvironmentUnfit("packages: refused", why="missing: causal-conv1d; found: x"), "missing-fast-kernels"),
+    (errors.EnvironmentUnfit("the disk is full while preparing the run", why="[Errno 28] No space"), "disk-full"),
+    (errors.EnvironmentUnfit("no room for the release on the target", why="9 MiB are needed"), "disk-full"),
+    (errors.EnvironmentUnfit("disk: refused", why="0.2 GiB and 9 inodes free under /w"), "disk-full"),
+    (errors.UploadCorrupt("trainer/x.py arrived altered", why="sha256 0 instead of 1"), "stale-partial-release"),
+    (errors.ContainerStopped("container 200 on pve is stopped"), "container-stopped"),
+    (
+        errors.ContainerStopped("container 200 on pve is stopped", why="Device /dev/nvidia-uvm does not exist"),
+        "uvm-missing",
+    ),
+    (errors.ContainerMissing("no container 200 on pve"), "container-stopped"),
+    (errors.HostUnreachable("pve:22 does not answer", why="timed out"), "host-unreachable"),
+    (errors.AuthenticationFailed("pve refused every key"), "host-unreachable"),
+    (errors.DeadlineExceeded("no answer within 60 s"), "host-unreachable"),
+    (errors.HostKeyRefused("pve:22 is not known"), "host-key"),
+    (errors.HostKeyChanged("the host key of pve:22 has changed"), "host-key"),
+    (errors.AgentFailed("cannot run /nonexistent/python", why="No such file or directory"), "agent-failed"),
+    (errors.AgentFailed("Python 3.9 on the target is too old"), "environment-mismatch"),
+]
+
+
+@pytest.mark.parametrize(("error", "name"), REFUSALS, ids=lambda value: getattr(value, "what", value))
+def test_our_own_errors_are_evidence(error: errors.OpsError, name: str) -> None:
+    found = diagnose(Evidence.of(failure=failure_text(error)))
+    assert isinstance(found, Diagnosis)
+    assert found.incident.name == name
+    better = ("disk-full", "uvm-missing", "missing-fast-kernels", "environment-mismatch")
+    assert error.runbook in (None, found.incident.runbook) or name in better
