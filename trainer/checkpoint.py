@@ -206,7 +206,7 @@ class CheckpointStore:
         need = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 2**20
         free = shutil.disk_usage(self.directory).free
         if free < need:
-            raise OSError(f"it needs {need / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
+            raise OSError(f"it needs {need / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free")
 
     def _write(self, partial: Path, snapshot: Snapshot, config: TrainConfig) -> None:
         skeleton, tensors = _split(snapshot.optimizer)

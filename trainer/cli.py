@@ -4,6 +4,7 @@
     python -m trainer variants [--json]
     python -m trainer config   --variant V [--set key=value ...]
     python -m trainer eval     --checkpoint DIR [--json]
+    python -m trainer bench    PART [...]
 
 Exit codes: 0 done, or stopped on request; 1 error; 2 wrong arguments or configuration; 70 a warm-up ran past
 run.gate_deadline_s (all stacks are in the log). A second TERM, HUP or INT ends the process at once with 1.
@@ -34,10 +35,15 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFL
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run one command, return the exit code."""
     began = time.monotonic()
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     torch_setup.set_environment()
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)
+    if words[:1] == ["bench"]:  # it has its own arguments
+        from trainer.bench.cli import main as bench
+
+        return bench(words[1:])
+    args = _parser().parse_args(words)
     try:
         if args.command == "train":
             from trainer.launch import train
@@ -81,6 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="acceptance length of a checkpoint on held-out documents")
     evaluate.add_argument("--checkpoint", required=True, metavar="DIR")
     evaluate.add_argument("--json", action="store_true")
+
+    commands.add_parser("bench", help="measure one part; see `trainer bench --help`", add_help=False)
     return parser
 
 

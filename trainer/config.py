@@ -289,6 +289,8 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
         rest = [a for a in args if a is not type(None)]
         return _coerce(key, value, rest[0])
     if origin is Literal:
+        if value is None and "none" in args:
+            value = "none"  # on the command line the word stands for both
         _require(value in args, f"{key} must be one of {', '.join(map(str, args))}; got {value!r}")
         return value
     if origin is tuple:
