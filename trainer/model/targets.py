@@ -229,6 +229,7 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
 
 
 def _stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = TINY if config.path == "tiny" else Path(config.path).expanduser()
@@ -242,7 +243,7 @@ def _stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, config.dtype), local_files_only=True, low_cpu_mem_usage=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
     return model.to(device), tokenizer
 

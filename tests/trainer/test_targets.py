@@ -1,0 +1,161 @@
+"""Captured states against transformers' own, packed rows against documents alone, and refusals."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.config import DrafterConfig, TargetConfig
+from trainer.data.packing import Document, pack
+from trainer.model.targets import TINY, Target, TargetError, load_target, target_layer_ids
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(dtype="float32"), "cpu")
+
+
+def document(target: Target, text: str) -> Document:
+    ids = torch.tensor(target.tokenizer(text)["input_ids"])
+    return Document(text[:10], ids, torch.ones(ids.shape[0], dtype=torch.bool))
+
+
+TEXTS = (
+    "import os\n\nfor name in os.listdir('.'):\n    print(name)\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n" * 3,
+    "x = 1\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids"),
+    [
+        (28, (1, 7, 13, 19, 25)),
+        (32, (1, 8, 15, 22, 29)),
+        (36, (1, 9, 17, 25, 33)),
+        (40, (1, 10, 19, 28, 37)),
+        (64, (1, 16, 31, 46, 61)),
+    ],
+)
+def test_published_layer_ids(layers: int, ids: tuple[int, ...]) -> None:
+    assert target_layer_ids(layers, 5) == ids
+    assert target_layer_ids(layers, 1) == (layers // 2,)
+
+
+def test_too_few_layers_for_the_rule_is_refused() -> None:
+    with pytest.raises(TargetError, match="4 layers"):
+        target_layer_ids(4, 5)
+
+
+def test_states_are_the_outputs_of_the_chosen_layers(target: Target) -> None:
+    """Failed with `hidden_states[id]`: the off-by-one that caps acceptance."""
+    ids = document(target, TEXTS[1]).input_ids
+    theirs = target.model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+    ours = target.document_states(ids)
+    assert ours.shape == (ids.shape[0], 5 * target.hidden_size)
+    for place, layer in enumerate(target.layer_ids):
+        part = ours[:, place * target.hidden_size : (place + 1) * target.hidden_size]
+        assert torch.allclose(part, theirs[layer + 1][0], atol=1e-5)
+        assert not torch.allclose(part, theirs[layer][0], atol=1e-2)
+    assert ours.isfinite().all()
+    assert (ours.abs().sum(1) > 0).all()
+
+
+def test_the_forward_stops_after_the_last_captured_layer(target: Target) -> None:
+    ran: list[int] = []
+    hooks = [
+        layer.register_forward_hook(lambda *_, n=n: ran.append(n)) for n, layer in enumerate(target.model.model.layers)
+    ]
+    target.document_states(torch.tensor([5, 6, 7]))
+    for hook in hooks:
+        hook.remove()
+    assert ran == list(range(target.layer_ids[-1] + 1))
+    assert target.num_layers > len(ran)
+
+
+def test_a_packed_row_equals_its_documents_alone(target: Target) -> None:
+    """Failed when the row ran as one sequence: GatedDeltaNet's state then crosses every boundary."""
+    documents = [document(target, text) for text in TEXTS]
+    budget = sum(map(len, documents)) + 9
+    row = pack(documents, index=0, cursor={}, token_budget=budget, block_slots=4, max_documents=5, run_seed=0)
+    states = target.hidden_states(row)
+    start = 0
+    for each in documents:
+        alone = target.document_states(each.input_ids)
+        assert torch.allclose(states[start : start + len(each)], alone, atol=1e-6)
+        start += len(each)
+    assert not states[start:].any()
+    reused = torch.full_like(states, float("nan"))
+    assert torch.equal(target.hidden_states(row, out=reused), states)
+
+
+def test_two_threads_do_not_mix_their_captures(target: Target) -> None:
+    ids = [document(target, text).input_ids for text in TEXTS[:2]]
+    alone = [target.document_states(i) for i in ids]
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        for _ in range(5):
+            if not torch.equal(target.document_states(ids[n]), alone[n]):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_the_tiny_target_is_small_hybrid_and_predicts_python(target: Target) -> None:
+    assert (TINY / "model.safetensors").stat().st_size < 8 * 2**20
+    config = json.loads((TINY / "config.json").read_text())
+    kinds = config["layer_types"]
+    assert kinds.count("linear_attention") == 3 * kinds.count("full_attention")
+    ids = document(target, Path(threading.__file__).read_text()[:1500]).input_ids
+    logits = target.model(ids[None], use_cache=False).logits[0]
+    assert float((logits[:-1].argmax(-1) == ids[1:]).float().mean()) > 0.4
+
+
+def test_the_mask_token_never_comes_out_of_text(target: Target) -> None:
+    assert target.mask_token(DrafterConfig()) == target.tokenizer.mask_token_id
+    for text in (*TEXTS, "mask <mask> [MASK] \u2603", bytes(range(256)).decode("latin-1")):
+        assert target.mask_token_id not in target.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("token", [-1, 512, 0])
+def test_a_mask_token_outside_the_vocabulary_or_that_ends_text_is_refused(target: Target, token: int) -> None:
+    with pytest.raises(TargetError, match=r"drafter\.mask_token_id"):
+        target.mask_token(DrafterConfig(mask_token_id=token))
+
+
+def test_drafter_shape_follows_the_target(target: Target) -> None:
+    shape = target.drafter_shape(DrafterConfig())
+    assert (shape.hidden_size, shape.vocab_size, shape.num_features) == (128, 512, 5)
+    assert shape.rope_theta == target.rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TargetConfig(path="/nowhere/at/all"), "no config.json"),
+        (TargetConfig(path="shape:9000b"), "shape:27b"),
+        (TargetConfig(layer_ids=(1, 8)), "layers 0 to 7"),
+    ],
+)
+def test_a_target_that_cannot_be_used_says_why(config: TargetConfig, words: str) -> None:
+    with pytest.raises(TargetError, match=words):
+        load_target(config, "cpu")
+
+
+def test_a_corrupt_checkpoint_says_so(tmp_path: Path) -> None:
+    for file in TINY.iterdir():
+        (tmp_path / file.name).write_bytes(
+            file.read_bytes()[:1000] if file.suffix == ".safetensors" else file.read_bytes()
+        )
+    with pytest.raises(TargetError, match="does not load"):
+        load_target(TargetConfig(path=str(tmp_path)), "cpu")
