@@ -1,0 +1,33 @@
+"""The sandbox as fixtures. Without root on Debian the tests are skipped; with CI=true that is a failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sandbox import box as sandbox
+
+
+@pytest.fixture(scope="session")
+def shared_box() -> Iterator[sandbox.Box]:
+    """One host for the whole run; tests that break it mend it."""
+    reason = sandbox.missing()
+    if reason:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"the sandbox must run in CI, but: {reason}")
+        pytest.skip(f"sandbox: {reason}")
+    with sandbox.box() as made:
+        yield made
+
+
+@pytest.fixture
+def box(shared_box: sandbox.Box) -> Iterator[sandbox.Box]:
+    """The host, whole again after each test."""
+    yield shared_box
+    shared_box.settings()
+    if shared_box.sshd.process is None:
+        shared_box.sshd.start()
+    if not shared_box.container.running():
+        shared_box.container.start()
