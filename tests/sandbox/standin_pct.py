@@ -103,9 +103,8 @@ def vmid_of(command: str, positional: list[str]) -> str:
         die(f"400 not enough arguments\n{USAGE[command]}")
     vmid = positional[0]
     if not re.fullmatch(r"[1-9][0-9]{2,8}", vmid):
-        die(
-            f"400 Parameter verification failed.\nvmid: invalid format - value does not look like a valid VM ID\n{USAGE[command]}"
-        )
+        problem = "vmid: invalid format - value does not look like a valid VM ID"
+        die(f"400 Parameter verification failed.\n{problem}\n{USAGE[command]}")
     if not (LXCPATH / vmid / "config").exists():
         die(f"Configuration file 'nodes/{SETTINGS['node']}/lxc/{vmid}.conf' does not exist", 2)
     return vmid
