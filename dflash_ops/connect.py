@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
-from dflash_ops.errors import UsageError
 from dflash_ops.remote import Place, Remote
-from dflash_ops.settings import Target
+from dflash_ops.settings import DEFAULT_ROOT, Target
 from dflash_ops.transport.base import Transport
 from dflash_ops.transport.local import LocalTransport
+
+ROUTE_VARIABLES = ("HOME", "USER", "LANG", "PATH", "TERM")
+HOST_PLACE = Place(python="/usr/bin/python3", root=DEFAULT_ROOT, workspace=DEFAULT_ROOT)
+"""Where the agent lives on a Proxmox host: its own Python, and root's data directory."""
 
 _open: dict[str, Remote] = {}
 
@@ -22,9 +25,27 @@ def connect(target: Target) -> Remote:
 
 
 def open_transport(target: Target) -> Transport:
+    """The way to a target. Nothing is connected yet."""
     if target.via == "local":
         return LocalTransport()
-    raise UsageError(f"target {target.name!r}: via: {target.via} is not available in this version")
+    # Imported here: Paramiko and its ciphers take longer to load than a local verb takes to run.
+    from dflash_ops.transport.pct import PctTransport
+    from dflash_ops.transport.ssh import SshTransport
+
+    assert target.ssh is not None  # validated with the file
+    ssh = SshTransport(target.ssh)
+    if target.via == "ssh":
+        return ssh
+    assert target.vmid is not None  # validated with the file
+    # The trainer's other variables travel in the agent's request: argv can be seen by every process on both machines.
+    environment = {name: value for name, value in target.env.items() if name in ROUTE_VARIABLES}
+    return PctTransport(ssh, target.vmid, pct=target.pct, environment=environment)
+
+
+def connect_host(remote: Remote) -> Remote | None:
+    """The agent on the machine below the target (the Proxmox host), over the same connection; None where none is."""
+    transport = remote.transport.host()
+    return Remote(transport, HOST_PLACE) if transport is not None else None
 
 
 def close_all() -> None:

@@ -7,16 +7,28 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from dflash_ops.agent.gate import SLOW_KERNELS_ALLOWED, GateReport, GateRequest
+from dflash_ops.agent.gpu_facts import FAILED, GpuFacts
 from dflash_ops.agent.launch import LaunchRequest, LaunchResult
-from dflash_ops.agent.verbs import GpuReport, Overview, StatusRequest
-from dflash_ops.errors import AgentFailed, DeadlineExceeded, HostUnreachable, OpsError, RunLost, UsageError
+from dflash_ops.agent.verbs import GpuReport, Overview, Probed, ProbeRequest, StatusRequest
+from dflash_ops.connect import connect_host
+from dflash_ops.errors import (
+    AgentFailed,
+    DeadlineExceeded,
+    EnvironmentUnfit,
+    HostUnreachable,
+    OpsError,
+    RunLost,
+    UsageError,
+)
 from dflash_ops.remote import Remote
 from dflash_ops.settings import Target
 
 LAUNCH_DEADLINE_S = 300.0
 GATE_DEADLINE_S = 180.0
+PROBE_DEADLINE_S = 120.0
 STATUS_DEADLINE_S = 60.0
 RESOLVE_S = 90.0
 """How long to go on asking what became of a launch whose connection dropped."""
@@ -83,8 +95,24 @@ def gate_request(remote: Remote, target: Target, *, slow_kernels_allowed: bool =
         samples=target.idle.samples,
         min_free_gib=target.min_free_gib,
         slow_kernels_allowed=slow_kernels_allowed,
-        host_facts=None,
+        host_facts=host_facts(remote, target),
     )
+
+
+def host_facts(remote: Remote, target: Target) -> dict[str, Any] | None:
+    """What the machine below the target sees of the GPUs; None where there is none, or where no GPU is asked for.
+
+    A host whose agent cannot run gives facts that say so: they can never be judged idle.
+    """
+    host = connect_host(remote)
+    if host is None or (target.gpus is not None and target.gpus.count == 0):
+        return None
+    try:
+        request = ProbeRequest(samples=target.idle.samples)
+        return host.call("probe-host", request, Probed, deadline=PROBE_DEADLINE_S).facts
+    except (AgentFailed, EnvironmentUnfit) as error:
+        problem = f"the probe could not run: {error.what}" + (f" ({error.why})" if error.why else "")
+        return GpuFacts(where="host", state=FAILED, problem=problem).to_json()
 
 
 def target_overrides(target: Target) -> dict[str, str]:

@@ -96,6 +96,20 @@ class GpuReport:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """What to look at on the machine below a container. The verdict is made in the container, by its gate."""
+
+    samples: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """`GpuFacts` as JSON."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class ClearRequest:
     who: str
     legacy_caches: tuple[str, ...] = ()
@@ -215,6 +229,10 @@ def _evidence(call: Call) -> evidence.EvidenceAnswer:
     return evidence.collect(call.layout, records.load(evidence.EvidenceRequest, call.params))
 
 
+def _probe_host(call: Call) -> Probed:
+    return Probed(gpus.probe("host", samples=records.load(ProbeRequest, call.params).samples).to_json())
+
+
 def _clear_cache(call: Call) -> Cleared:
     request = records.load(ClearRequest, call.params)
     call.layout.create()
@@ -260,6 +278,7 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "preflight": _as_json(_preflight),
     "gpus": _as_json(_gpus),
     "evidence": _as_json(_evidence),
+    "probe-host": _as_json(_probe_host),
     "clear-cache": _as_json(_clear_cache),
     "attach": _as_json(_attach),
 }
