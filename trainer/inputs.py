@@ -41,6 +41,7 @@ class StepInputs:
         if device.type == "cuda":
             self._host = [_HostSet({name: getattr(self, name) for name in ROW}) for _ in range(HOST_SETS)]
         self._loads = 0
+        self._foreign: dict[torch.device, Any] = {}
 
     def load(self, batch: HiddenBatch) -> None:
         """Copy a batch in. Raises ValueError if a shape differs from the run's."""
@@ -71,14 +72,23 @@ class StepInputs:
         if not source.is_cuda or self.device.type != "cuda":
             self.hidden_TKH.copy_(source)
             return
-        # A copy between devices runs on this thread's current stream of the SOURCE device.
-        stream = torch.cuda.current_stream(source.device)
-        if batch.ready is not None:
-            stream.wait_event(batch.ready)
-            torch.cuda.current_stream(self.device).wait_event(batch.ready)
-        self.hidden_TKH.copy_(source, non_blocking=True)
+        # A copy between devices runs on the calling thread's current stream of the SOURCE device, and both devices'
+        # current streams wait for each other around it. That would be the source's default stream; use our own.
+        with torch.cuda.stream(self._stream_on(source.device)):
+            stream = torch.cuda.current_stream(source.device)
+            if batch.ready is not None:
+                stream.wait_event(batch.ready)
+            self.hidden_TKH.copy_(source, non_blocking=True)
         # The block belongs to the producer's stream: it must not be reused before this copy has read it.
         source.record_stream(stream)
+
+    def _stream_on(self, device: torch.device) -> Any:
+        """This thread's stream on a device: the current one on its own, a private one elsewhere."""
+        if device == self.device:
+            return torch.cuda.current_stream(device)
+        if device not in self._foreign:
+            self._foreign[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return self._foreign[device]
 
     def fill_with_noise(self, *, seed: int, vocab_size: int) -> None:
         """A synthetic batch with every slot in use: one document over the whole row, anchors spread evenly."""

@@ -239,7 +239,11 @@ class TrainStep:
         self.optimizer.enabled.fill_(True)
 
     def metrics(self) -> StepMetrics:
-        """Numbers of the last applied step; waits for the device."""
+        """Numbers of the last applied step; waits for the device.
+
+        Raises RecompileError if anything in the process was compiled after the gate opened.
+        """
+        torch_setup.check_nothing_compiled()
         values = self._report.tolist()
         sums = dict(zip(STATS, values, strict=False))
         norm, lr, updated, step = values[len(STATS) :]

@@ -160,6 +160,8 @@ def thread_rules(role: Role, device: str | torch.device, seed: int = 0) -> Itera
     stream: Any = None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a new thread starts on device 0
+        # What main queued on the default stream (weights) is not ordered before work on our own stream.
+        torch.cuda.synchronize(device)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.cuda.set_stream(stream)
     state = ThreadState(device, stream, generator)
@@ -174,20 +176,6 @@ def thread_rules(role: Role, device: str | torch.device, seed: int = 0) -> Itera
         yield state
 
 
-def forbid_compilation() -> None:
-    """From now on any compile in any thread raises and names the guard that failed."""
-    import torch
-
-    torch.compiler.set_stance("fail_on_recompile")
-
-
-def allow_compilation() -> None:
-    """Undo `forbid_compilation`; only while every other thread is parked."""
-    import torch
-
-    torch.compiler.set_stance("default")
-
-
 @dataclass(frozen=True, slots=True)
 class CompileCounts:
     """Process-wide totals since the start."""
@@ -195,9 +183,12 @@ class CompileCounts:
     graphs: int
     """Graphs that Dynamo captured."""
     breaks: int
-    """Graph breaks, by count of distinct reasons."""
+    """Distinct reasons of graph breaks."""
     backends: int
-    """Graphs that Inductor compiled or took from its cache."""
+    """Graphs that Inductor compiled or took from its cache; a backward compiled late shows only here."""
+
+
+_at_the_gate: CompileCounts | None = None
 
 
 def compile_counts() -> CompileCounts:
@@ -208,12 +199,36 @@ def compile_counts() -> CompileCounts:
     return CompileCounts(
         graphs=int(counters["stats"]["unique_graphs"]),
         breaks=len(counters["graph_break"]),
-        backends=int(inductor["fxgraph_cache_hit"] + inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]),
+        backends=sum(int(inductor[f"fxgraph_cache_{kind}"]) for kind in ("hit", "miss", "bypass")),
     )
 
 
-def check_nothing_compiled(since: CompileCounts) -> None:
-    """Raises RecompileError if anything was compiled after `since` was taken."""
+def forbid_compilation() -> None:
+    """From now on any compile in any thread raises and names the guard that failed. Call it as the gate opens."""
+    global _at_the_gate
+    import torch
+
+    _at_the_gate = compile_counts()
+    torch.compiler.set_stance("fail_on_recompile")
+
+
+def allow_compilation() -> None:
+    """Undo `forbid_compilation`; only while every other thread is parked."""
+    global _at_the_gate
+    import torch
+
+    _at_the_gate = None
+    torch.compiler.set_stance("default")
+
+
+def check_nothing_compiled(since: CompileCounts | None = None) -> None:
+    """Raises RecompileError if anything was compiled after `since` (default: the gate; before it, never).
+
+    The stance does not see everything: a backward that is compiled late is no Dynamo frame. The counters do.
+    """
+    since = since if since is not None else _at_the_gate
+    if since is None:
+        return
     now = compile_counts()
     if now != since:
         raise RecompileError(

@@ -1,62 +1,125 @@
-"""`python -m trainer bench drafter|threads|peers --shape 27b|8b|tiny --json`."""
+"""`python -m trainer bench drafter|threads|peers --shape 27b|8b|tiny [--json]`: a line for each result as it comes."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer import torch_setup
+
+if TYPE_CHECKING:
+    import torch
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `trainer bench`."""
     made = argparse.ArgumentParser(prog="trainer bench", description=__doc__)
-    made.add_argument("part", choices=("drafter",))
+    made.add_argument("part", choices=("drafter", "threads", "peers"))
     made.add_argument("--shape", choices=("27b", "8b", "tiny"), default="tiny")
     made.add_argument("--documents", type=int, nargs="+", default=[1, 4], help="documents in one packed row")
-    made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel")
-    made.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    made.add_argument("--threads", type=int, nargs="+", default=[1, 4], help="drafter threads on one device")
+    made.add_argument("--steps", type=int, default=100, help="steps of each thread (threads)")
+    made.add_argument("--repeats", type=int, default=12, help="timed steps (drafter, peers)")
+    made.add_argument("--peer-folder", type=Path, help="where the peer is, or is to be, installed (peers)")
+    made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel (drafter)")
+    made.add_argument("--json", action="store_true", help="JSON lines instead of text")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark and print it. Returns the exit code."""
+    """Run one benchmark, print each result when it is there. Returns the exit code."""
     arguments = parser().parse_args(argv)
     torch_setup.set_environment()
     import torch
 
-    from trainer.bench import drafter
     from trainer.bench.measure import matmul_ceiling
-    from trainer.bench.shapes import SHAPES
+    from trainer.bench.peers import PeerUnavailable
 
     torch_setup.configure_process()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     ceiling = matmul_ceiling(device)
-    results = drafter.run(arguments.shape, arguments.documents, device, ceiling, profile=arguments.profile)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    report: dict[str, Any] = {
-        "card": card,
-        "torch": torch.__version__,
-        "ceiling_tflops": round(ceiling, 1),
-        "results": results,
+    head = {"card": card, "torch": torch.__version__, "ceiling_tflops": ceiling}
+    _say(head, arguments.json)
+    parts: dict[str, Callable[[argparse.Namespace, torch.device, float], Iterator[Any]]] = {
+        "drafter": _drafter,
+        "threads": _threads,
+        "peers": _peers,
     }
-    if arguments.json:
-        print(json.dumps(report))
-        return 0
-    print(f"{card}, torch {torch.__version__}, matmul ceiling {ceiling:.0f} TFLOP/s")
-    for row in results:
-        print(
-            f"{row['shape']} {drafter.describe(SHAPES[row['shape']], row['documents'])}; graphs {row['graphs']}: "
-            f"{row['step_ms']:.1f} ms a step (+-{row['spread_ms'] / 2:.1f}), {row['sequences_per_s']:.2f} sequences/s, "
-            f"{row['tflops']:.0f} TFLOP/s = {row['of_ceiling']:.0%} of the ceiling, peak {row['peak_gb']:.1f} GB"
-        )
-        if row["parts"]:
-            print("   ", ", ".join(f"{kind} {value:g}" for kind, value in row["parts"].items()))
-    sys.stdout.flush()
+    try:
+        for result in parts[arguments.part](arguments, device, ceiling):
+            _say(dataclasses.asdict(result), arguments.json)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    except PeerUnavailable as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _say(row: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(row), flush=True)
+        return
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items() if value != {}}
+    print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+
+
+def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
+    from trainer.bench.drafter import GRAPHS, bench_drafter
+
+    for documents in arguments.documents:
+        for graphs in GRAPHS if device.type == "cuda" else ("none",):
+            with torch_setup.thread_rules("drafter", device):
+                yield bench_drafter(
+                    arguments.shape,
+                    documents,
+                    graphs=graphs,
+                    ceiling=ceiling,
+                    device=device,
+                    repeats=arguments.repeats,
+                    profile=arguments.profile,
+                )
+
+
+def _threads(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
+    from trainer.bench.threads import bench_threads
+
+    for threads in arguments.threads:
+        for graphs in ("none", "step") if device.type == "cuda" else ("none",):
+            yield bench_threads(arguments.shape, threads, graphs, device, steps=arguments.steps)
+
+
+def _peers(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
+    """Ours and the peer's in turn, so that a drift of the machine meets both."""
+    from trainer.bench.drafter import bench_drafter
+    from trainer.bench.peers import PeerUnavailable, bench_peer, install
+
+    if device.type != "cuda":
+        raise PeerUnavailable("the peer's FlexAttention step needs a CUDA device")
+    install(arguments.peer_folder or Path(tempfile.gettempdir()) / "trainer-bench-peer")
+    for documents in arguments.documents:
+        for whole in (True, False):
+            with torch_setup.thread_rules("drafter", device):
+                yield bench_drafter(
+                    arguments.shape,
+                    documents,
+                    graphs="step",
+                    ceiling=ceiling,
+                    device=device,
+                    repeats=arguments.repeats,
+                )
+            yield bench_peer(
+                arguments.shape, documents, whole=whole, ceiling=ceiling, device=device, repeats=arguments.repeats
+            )
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from trainer import torch_setup
 from trainer.bench.measure import time_work
-from trainer.bench.shapes import SHAPES, BenchShape, bench_config, bench_step, model_flops, random_batch
+from trainer.bench.shapes import SHAPES, bench_config, bench_step, model_flops, random_batch
 from trainer.data.batch import HiddenBatch
 from trainer.step import TrainStep
 
@@ -25,7 +24,6 @@ class DrafterResult:
 
     shape: str
     documents: int
-    attention: str
     graphs: str
     warm_up_s: float
     accumulate_ms: float
@@ -46,7 +44,6 @@ def bench_drafter(
     name: str,
     documents: int,
     *,
-    attention: str,
     graphs: str,
     ceiling: float,
     device: torch.device,
@@ -55,7 +52,7 @@ def bench_drafter(
 ) -> DrafterResult:
     """Measure one configuration; call it on a thread that entered `thread_rules`."""
     shape = SHAPES[name]
-    config = bench_config(shape, documents, attention=attention, graphs=graphs, device=device)
+    config = bench_config(shape, documents, attention="flex", graphs=graphs, device=device)
     step = bench_step(shape, config, device)
     batches = [random_batch(shape, config, documents, index, device) for index in range(2)]
     _reset_peak(device)
@@ -81,7 +78,6 @@ def bench_drafter(
     return DrafterResult(
         shape=name,
         documents=documents,
-        attention=attention,
         graphs=graphs,
         warm_up_s=warm_up_s,
         accumulate_ms=accumulate.median_ms,
@@ -123,7 +119,7 @@ def kernel_parts(work: Any, rounds: int = 2) -> dict[str, float]:
     """GPU milliseconds of one call by kind of kernel, and the number of launches, from torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for index in range(rounds):
             work(index)
         torch.cuda.synchronize()
@@ -135,29 +131,3 @@ def kernel_parts(work: Any, rounds: int = 2) -> dict[str, float]:
         totals[kind] += event.self_device_time_total / 1e3 / rounds
         launches += event.count
     return {kind: round(ms, 3) for kind, ms in totals.items()} | {"kernels": launches / rounds}
-
-
-def run(
-    name: str, documents: list[int], device: torch.device, ceiling: float, *, profile: bool
-) -> list[dict[str, Any]]:
-    """Every configuration of one shape, in a thread that keeps to the drafter's rules."""
-    results: list[dict[str, Any]] = []
-    with torch_setup.thread_rules("drafter", device):
-        for count in documents:
-            for graphs in GRAPHS if device.type == "cuda" else ("none",):
-                result = bench_drafter(
-                    name, count, attention="flex", graphs=graphs, ceiling=ceiling, device=device, profile=profile
-                )
-                results.append(asdict(result))
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-    return results
-
-
-def describe(shape: BenchShape, documents: int) -> str:
-    """The measured work in one line."""
-    return (
-        f"{documents} x {shape.document_tokens} tokens, {shape.anchors} anchors each, block "
-        f"{shape.drafter.block_size}, {model_flops(shape, documents) / 1e12:.1f} TFLOP a step"
-    )
