@@ -322,6 +322,30 @@ def clear_cache(c: TargetContext) -> int:
     return _each(c, one)
 
 
+@verb()
+def trust(c: TargetContext, fingerprint: str = "", replace: bool = False) -> int:
+    """Store the host's key after comparing it; --fingerprint SHA256:..., --replace a key that has changed."""
+
+    def one(target: Target, _remote: Remote) -> int:
+        if target.ssh is None:
+            raise UsageError(f"{target.name} is this machine: there is no key to trust")
+        from dflash_ops import trust as trusting  # Paramiko takes longer to load than a local verb takes to run
+
+        shown = trusting.fetch(target.ssh)
+        on_file = trusting.known(target.ssh, shown.name)
+        _say(c, target, f"{shown.name} shows {shown.kind} {shown.fingerprint}")
+        if trusting.check(shown, on_file, fingerprint, replace=replace):
+            _say(c, target, f"it is in {on_file.path} already")
+            return 0
+        if not fingerprint:
+            _confirm(c, target, "Is this what the host's own console shows?")
+        trusting.store(shown, on_file.path)
+        _say(c, target, f"stored in {on_file.path}")
+        return 0
+
+    return _each(c, one)
+
+
 def run_code(status: RunStatus) -> int:
     """The exit code that tells how a run stands."""
     if status.state == "lost":
@@ -407,6 +431,15 @@ def _status_row(target: Target, run: RunStatus | None) -> tuple[str, ...]:
 
 def _say(c: TargetContext, target: Target, text: str) -> None:
     console.say(f"[{target.name}] {text}" if len(c.targets) > 1 else text)
+
+
+def _confirm(c: TargetContext, target: Target, question: str) -> None:
+    """Go on only after a typed yes; UsageError where nobody can type."""
+    if not sys.stdin.isatty():
+        raise UsageError("nobody is there to compare the fingerprint", hint="give it: --fingerprint SHA256:...")
+    print(f"{question} Type yes: ", end="", flush=True)
+    if sys.stdin.readline().strip().lower() != "yes":
+        raise UsageError(f"{target.name}: nothing was stored", hint=f"{_fab(c, target)} trust")
 
 
 def _only(c: TargetContext, name: str) -> Target:
