@@ -139,8 +139,8 @@ def _path(ssh: Ssh) -> Path:
 
 def _lines(path: Path) -> list[str]:
     try:
-        # Not splitlines: it also splits at characters that are part of a line here.
-        return path.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")
+        text = path.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n")
+        return text.split("\n") if text else []  # not splitlines: it knows more line ends than OpenSSH does
     except FileNotFoundError:
         return []
     except OSError as error:
