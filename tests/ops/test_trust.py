@@ -57,9 +57,7 @@ class TestFile:
 
     def test_everything_else_stays(self, tmp_path: Path) -> None:
         path = tmp_path / "known_hosts"
-        before = (
-            "# mine\n\nother ssh-rsa AAAA a comment\n[pve]:2222,pve2 ssh-ed25519 AAAAold\n@revoked * ssh-rsa AA\nx"
-        )
+        before = "# mine\n\nother ssh-rsa AAAA a comment\n[pve]:2222,pve2 ssh-ed25519 AAAAold\n@revoked * ssh-rsa AA\nx"
         path.write_text(before)
         trust.store(KEY, path)
         assert path.read_text().splitlines() == [
