@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +35,22 @@ def show_error(error: OpsError, target: str = "") -> None:
 def show_json(body: dict[str, Any]) -> None:
     """One object per line. What JSON cannot say (nan, inf) becomes null."""
     print(json.dumps(_finite(body), ensure_ascii=True), flush=True)
+
+
+@contextlib.contextmanager
+def upload(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar with the rate on a terminal, one line elsewhere."""
+    if not sys.stderr.isatty():
+        say(f"{title}, {total / 2**20:.1f} MiB")
+        yield lambda _sent: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        bar = progress.add_task(title, total=total)
+        yield lambda sent: progress.update(bar, completed=sent)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

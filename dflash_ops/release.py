@@ -10,12 +10,13 @@ import io
 import os
 import tarfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_ops.agent import releases
 from dflash_ops.agent.releases import Deployed, Manifest, ReleasedFile
-from dflash_ops.agent.verbs import InstallRequest, SelectRequest
+from dflash_ops.agent.verbs import Current, InstallRequest, Nothing, Releases, SelectRequest
 from dflash_ops.errors import OpsError, UsageError
 from dflash_ops.remote import Remote
 
@@ -23,6 +24,9 @@ PACKAGE = "trainer"
 EXCLUDED_NAMES = frozenset({"__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
 SELECT_DEADLINE_S = 60.0
 INSTALL_DEADLINE_S = 600.0
+
+Upload = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Shows an upload of so many bytes under a title; the function it gives is told how many have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,42 @@ def collect(checkout: Path) -> Release:
     return Release(Manifest(tuple(file for file, _ in found)), tuple(content for _, content in found))
 
 
-def deploy(remote: Remote, release: Release, who: str, say: Callable[[str], None]) -> Deployment:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a deploy would do. `changes` has one line for each file that differs."""
+
+    release_id: str
+    current: str | None
+    changes: tuple[str, ...]
+    sends: int
+    """Bytes; 0 where nothing would be sent."""
+    commands: tuple[tuple[str, ...], ...]
+    """What the first machine of the route would run, in order; the nonce differs each time."""
+
+
+def plan(remote: Remote, release: Release) -> Plan:
+    """Look, and change nothing (the agent itself is put on the target if it is not there yet)."""
+    current = remote.call("current", Nothing(), Current, deadline=SELECT_DEADLINE_S)
+    there = {file.path: file for file in current.manifest.files} if current.manifest else {}
+    here = {file.path: file for file in release.manifest.files}
+    changes = []
+    for path in sorted(there.keys() | here.keys()):
+        old, new = there.get(path), here.get(path)
+        if old is None and new is not None:
+            changes.append(f"+ {path} ({new.size:,} bytes)")
+        elif new is None:
+            changes.append(f"- {path}")
+        elif old is not None and old.sha256 != new.sha256:
+            changes.append(f"~ {path} ({old.size:,} -> {new.size:,} bytes)")
+    listed = remote.call("releases", Nothing(), Releases, deadline=SELECT_DEADLINE_S).releases
+    known = release.release_id in [info.release_id for info in listed]
+    verbs = [("select", SELECT_DEADLINE_S)] + ([] if known else [("install", INSTALL_DEADLINE_S)])
+    commands = [remote.route_argv(verb, deadline) for verb, deadline in verbs]
+    sends = 0 if known else len(release.tar())
+    return Plan(release.release_id, current.release_id, tuple(changes), sends, tuple(commands))
+
+
+def deploy(remote: Remote, release: Release, who: str, say: Callable[[str], None], upload: Upload) -> Deployment:
     """Make the release current on the target, sending it only if it is not there."""
     release_id = release.release_id
     count = len(release.manifest.files)
@@ -89,15 +128,16 @@ def deploy(remote: Remote, release: Release, who: str, say: Callable[[str], None
     if result.present:
         return Deployment(release_id, count, 0, result)
     payload = release.tar()
-    say(f"sending {count} files, {len(payload) / 2**20:.1f} MiB")
-    result = remote.call(
-        "install",
-        InstallRequest(release.manifest, who),
-        Deployed,
-        payload=payload,
-        deadline=INSTALL_DEADLINE_S,
-        on_progress=say,
-    )
+    with upload(f"sending {count} files", len(payload)) as on_sent:
+        result = remote.call(
+            "install",
+            InstallRequest(release.manifest, who),
+            Deployed,
+            payload=payload,
+            deadline=INSTALL_DEADLINE_S,
+            on_progress=say,
+            on_sent=on_sent,
+        )
     return Deployment(release_id, count, len(payload), result)
 
 

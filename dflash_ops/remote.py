@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dflash_ops.agent import records, wire
 from dflash_ops.bundle import agent_bundle
 from dflash_ops.errors import AgentFailed, OpsError
-from dflash_ops.transport.base import ByteStream, Transport
+from dflash_ops.transport.base import ByteStream, Transport, chunks
 
 GRACE_S = 15.0
 """What the route may take on top of the agent's own deadline: connect, ship the agent, carry the answer."""
@@ -93,12 +93,18 @@ class Remote:
         deadline: float,
         payload: bytes = b"",
         on_progress: Callable[[str], None] | None = None,
+        on_sent: Callable[[int], None] | None = None,
     ) -> ResultT:
-        """Run one verb to its end. `params` and `result` are records; errors come back as the class they left as."""
+        """Run one verb to its end. `params` and `result` are records; errors come back as the class they left as.
+
+        `on_sent` is told how many bytes of the payload have left, as they leave.
+        """
+        counted = Counted(payload, on_sent) if on_sent is not None else [payload]
         try:
-            answer = self._exchange(verb, params, deadline, payload, b"", on_progress)
+            answer = self._exchange(verb, params, deadline, counted, len(payload), b"", on_progress)
         except AgentMissing:
-            answer = self._exchange(verb, params, deadline, payload, agent_bundle().data, on_progress)
+            install = agent_bundle().data
+            answer = self._exchange(verb, params, deadline, counted, len(payload), install, on_progress)
         try:
             return records.load(result, answer.result)
         except ValueError as error:
@@ -109,7 +115,8 @@ class Remote:
         verb: str,
         params: Any,
         deadline: float,
-        payload: bytes,
+        payload: Iterable[bytes],
+        payload_size: int,
         install: bytes,
         on_progress: Callable[[str], None] | None,
     ) -> wire.Answer:
@@ -124,10 +131,10 @@ class Remote:
                 elif isinstance(event, wire.Answer):
                     answers.append(event)
 
-        request = self._request(nonce, params, deadline, len(payload))
+        request = self._request(nonce, params, deadline, payload_size)
         completed = self.transport.call(
             self.argv(verb, nonce, len(install)),
-            stdin=[piece for piece in (install, request.encode(), payload) if piece],
+            stdin=Joined((install, request.encode()), payload),
             deadline=deadline + GRACE_S,
             on_stdout=on_stdout,
         )
@@ -144,6 +151,10 @@ class Remote:
         with self.transport.stream(self.argv(verb, nonce, 0), stdin=request.encode()) as stream:
             yield stream, wire.FrameReader(nonce)
 
+    def route_argv(self, verb: str, deadline: float) -> tuple[str, ...]:
+        """What the first machine of the route runs for this verb, agent in place; the nonce is an example."""
+        return self.transport.route_argv(self.argv(verb, "0" * 32, 0), deadline + GRACE_S)
+
     def argv(self, verb: str, nonce: str, install_size: int) -> tuple[str, ...]:
         """The exact command that runs on the target."""
         digest = agent_bundle().sha256
@@ -159,6 +170,34 @@ class Remote:
             params=records.dump(params),
             payload_size=payload_size,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Pieces of stdin, one after the other. It can be iterated again: a route may have to send it twice."""
+
+    head: tuple[bytes, ...]
+    rest: Iterable[bytes]
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.head
+        yield from self.rest
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Bytes that say how many of them have been taken; counting starts anew with each iteration."""
+
+    data: bytes
+    on_sent: Callable[[int], None]
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.on_sent(0)
+        sent = 0
+        for piece in chunks(self.data):
+            yield piece
+            sent += len(piece)
+            self.on_sent(sent)
 
 
 def raise_agent_error(answer: wire.Answer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import json as jsonlib  # `json` is a flag of many verbs
 import socket
 import sys
 from collections.abc import Callable
@@ -73,12 +74,22 @@ def guarded(body: Callable[[], int]) -> int:
 
 
 @verb()
-def deploy(c: TargetContext) -> int:
-    """Ship trainer/ to the target; an unchanged tree moves nothing."""
+def deploy(c: TargetContext, dry_run: bool = False) -> int:
+    """Ship trainer/ to the target; an unchanged tree moves nothing. --dry-run shows what would happen."""
     shipped = release.collect(hosts.checkout())
 
+    def show(target: Target, remote: Remote) -> int:
+        plan = release.plan(remote, shipped)
+        _say(c, target, f"release {plan.release_id}; current is {plan.current or 'none'}")
+        for line in plan.changes or ("no file differs",):
+            _say(c, target, f"  {line}")
+        _say(c, target, f"{plan.sends:,} bytes would be sent; these would run:")
+        for argv in plan.commands:
+            _say(c, target, f"  {jsonlib.dumps(argv, ensure_ascii=False)}")
+        return 0
+
     def one(target: Target, remote: Remote) -> int:
-        done = release.deploy(remote, shipped, _who(), lambda text: _say(c, target, text))
+        done = release.deploy(remote, shipped, _who(), lambda text: _say(c, target, text), console.upload)
         if done.sent:
             text = f"release {done.release_id} is deployed: {done.files} files, {done.sent:,} bytes sent"
         elif done.result.changed:
@@ -88,7 +99,7 @@ def deploy(c: TargetContext) -> int:
         _say(c, target, text)
         return 0
 
-    return _each(c, one)
+    return _each(c, show if dry_run else one)
 
 
 @verb(iterable=("set",))

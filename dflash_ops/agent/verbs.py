@@ -53,6 +53,14 @@ class InstallRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Current:
+    """The release in use, with what it consists of; empty where nothing is deployed."""
+
+    release_id: str | None
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True, slots=True)
 class Releases:
     releases: tuple[ReleaseInfo, ...]
 
@@ -160,6 +168,12 @@ def _rollback(call: Call) -> Deployed:
 
 def _releases(call: Call) -> Releases:
     return Releases(tuple(releases.listing(call.layout)))
+
+
+def _current(call: Call) -> Current:
+    release_id = linked_release(call.layout.current)
+    manifest = releases.read_manifest(call.layout.release(release_id)) if release_id else None
+    return Current(release_id, manifest)
 
 
 def _launch(call: Call) -> launch.LaunchResult:
@@ -270,6 +284,7 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "install": _as_json(_install),
     "rollback": _as_json(_rollback),
     "releases": _as_json(_releases),
+    "current": _as_json(_current),
     "launch": _as_json(_launch),
     "status": _as_json(_status),
     "runs": _as_json(_runs),

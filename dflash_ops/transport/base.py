@@ -60,6 +60,9 @@ class Transport(Protocol):
     def shell(self, argv: Sequence[str]) -> int:
         """Hand the operator's terminal to the command (attach); returns its exit code."""
 
+    def route_argv(self, argv: Sequence[str], deadline: float) -> tuple[str, ...]:
+        """What the first machine of the route really runs when `call` is asked for `argv`."""
+
     def explain(self, completed: Completed) -> OpsError:
         """Which layer failed, when the agent was called and left no framed answer; returned, not raised."""
 

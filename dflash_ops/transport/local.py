@@ -110,6 +110,10 @@ class LocalTransport:
         except OSError as error:
             raise AgentFailed(f"cannot run {argv[0]}", why=str(error)) from None
 
+    def route_argv(self, argv: Sequence[str], deadline: float) -> tuple[str, ...]:
+        """See `Transport.route_argv`: nothing is added here."""
+        return tuple(argv)
+
     def explain(self, completed: Completed) -> OpsError:
         """See `Transport.explain`: the only layer here is the command itself."""
         last = completed.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]

@@ -59,8 +59,7 @@ class PctTransport:
     ) -> Completed:
         """See `Transport.call`."""
         ends_at = time.monotonic() + deadline
-        replayable = isinstance(stdin, (bytes, bytearray, list, tuple))
-        if self._clears is None and not replayable:
+        if self._clears is None and isinstance(stdin, Iterator):  # it could not be sent a second time
             self._learn()
         completed = self._ssh.execute(self._hop(argv, deadline), stdin=stdin, deadline=deadline, on_stdout=on_stdout)
         if self._clears is None:
@@ -123,9 +122,9 @@ class PctTransport:
         """See `Transport.close`."""
         self._ssh.close()
 
-    def argv(self, argv: Sequence[str], seconds: float | None = None) -> tuple[str, ...]:
-        """What the host runs to run `argv` in the container, as `deploy --dry-run` shows it."""
-        return self._hop(argv, seconds)
+    def route_argv(self, argv: Sequence[str], deadline: float) -> tuple[str, ...]:
+        """See `Transport.route_argv`: pct's hop into the container."""
+        return self._hop(argv, deadline)
 
     def _hop(self, argv: Sequence[str], seconds: float | None = None) -> tuple[str, ...]:
         keep_env = () if self._clears is False else ("--keep-env", "0")

@@ -46,7 +46,7 @@ class SshTransport:
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> Completed:
         """See `Transport.call`."""
-        return self.execute(limited(argv, deadline), stdin=stdin, deadline=deadline, on_stdout=on_stdout)
+        return self.execute(self.route_argv(argv, deadline), stdin=stdin, deadline=deadline, on_stdout=on_stdout)
 
     def execute(
         self,
@@ -96,6 +96,10 @@ class SshTransport:
         """See `Transport.shell`."""
         with self.link.channel(time.monotonic() + STREAM_START_S) as channel:
             return terminal.attach(self.link, channel, render(argv))
+
+    def route_argv(self, argv: Sequence[str], deadline: float) -> tuple[str, ...]:
+        """See `Transport.route_argv`: a time limit of its own, for closing a channel does not end what runs there."""
+        return limited(argv, deadline)
 
     def explain(self, completed: Completed) -> OpsError:
         """See `Transport.explain`."""
