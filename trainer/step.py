@@ -27,7 +27,7 @@ from trainer.inputs import StepInputs
 from trainer.model.anchors import labels_and_weights
 from trainer.model.attention import layer_layouts, make_attention
 from trainer.model.drafter import Attend, Drafter
-from trainer.model.loss import accept_lengths, block_loss
+from trainer.model.loss import RowPass, accept_lengths, block_loss, fused_gradient_over_logits
 from trainer.optim import FlatAdamW, flatten_parameters
 
 STATS = ("numerator", "denominator", "correct", "counted", "accept_sum", "blocks", "tokens")
@@ -129,6 +129,7 @@ class TrainStep:
         self._forward: Callable[..., torch.Tensor] = (
             compiled(drafter_forward, self.device, mode=mode) if use_compile else drafter_forward
         )
+        self._row_pass: RowPass | None = compiled(fused_gradient_over_logits, self.device) if use_compile else None
         self.optimizer = FlatAdamW(
             config.optim,
             config.run.max_steps,
@@ -185,8 +186,15 @@ class TrainStep:
                 block_positions_NB.flatten(),
                 self.attention,
             )
+            # The first position of a block is given and has no weight: the head need not see it.
+            drafted_QH = states_QH.view(*block_ids_NB.shape, -1)[:, 1:].flatten(0, 1)
             sums = block_loss(
-                states_QH, self.head_VH, labels_NB.flatten(), weights_NB.flatten(), self.config.loss.chunk_rows
+                drafted_QH,
+                self.head_VH,
+                labels_NB[:, 1:].flatten(),
+                weights_NB[:, 1:].flatten(),
+                self.config.loss.chunk_rows,
+                self._row_pass,
             )
             sums.numerator.backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
         with torch.no_grad():
@@ -194,7 +202,8 @@ class TrainStep:
                 self.grads.add_(self._backward_P)
                 self._backward_P.zero_()
             counted_N = (weights_NB > 0).any(dim=1)
-            lengths_N = accept_lengths(sums.hits_Q, weights_NB.flatten(), block_size)
+            hits_NB = torch.nn.functional.pad(sums.hits_Q.view(block_ids_NB.shape[0], -1), (1, 0))
+            lengths_N = accept_lengths(hits_NB.flatten(), weights_NB.flatten(), block_size)
             values = (
                 sums.numerator.detach(),
                 sums.denominator,

@@ -10,6 +10,7 @@ the division belongs to the step. Everything stays on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,46 @@ class LossSums(NamedTuple):
     """bool [Q], weighted and right; feeds `accept_lengths`."""
 
 
+RowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(logits [R,V], labels [R], weights [R]) -> (top-1 [R], CE fp32 [R]); d(sum w*CE)/d(logits) is left in `logits`."""
+
+
+def gradient_over_logits(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row pass as it runs uncompiled: everything R * V large stays in the logits' own type and mostly in place."""
+    top_R = logits_RV.argmax(-1)
+    # logsumexp of bf16 logits must be summed in fp32; done by hand, the fp32 copy would double the peak.
+    peak_R1 = logits_RV.amax(-1, keepdim=True)
+    gold_R1 = logits_RV.gather(-1, labels_R[:, None])
+    shifted_RV = logits_RV.sub_(peak_R1)
+    total_R1 = torch.sum(shifted_RV.exp(), dim=-1, keepdim=True, dtype=torch.float32)
+    losses_R = (total_R1.log() - (gold_R1 - peak_R1).float()).squeeze(-1)
+    # d(w*CE)/d(logits) = w * (softmax - onehot), written over the logits.
+    shifted_RV.exp_().mul_((weights_R[:, None] / total_R1).to(logits_RV.dtype))
+    shifted_RV.scatter_add_(-1, labels_R[:, None], -weights_R[:, None].to(logits_RV.dtype))
+    return top_R, losses_R
+
+
+def fused_gradient_over_logits(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row pass as it should be compiled: fp32 arithmetic that never leaves the registers, three reads, one write.
+
+    Uncompiled it would hold several fp32 copies of the logits.
+    """
+    wide_RV = logits_RV.float()
+    top_R = logits_RV.argmax(-1)
+    peak_R1 = wide_RV.amax(-1, keepdim=True)
+    total_R1 = (wide_RV - peak_R1).exp().sum(-1, keepdim=True)
+    gold_R1 = wide_RV.gather(-1, labels_R[:, None])
+    losses_R = (total_R1.log() + peak_R1 - gold_R1).squeeze(-1)
+    column_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    softmax_RV = (wide_RV - peak_R1).exp() / total_R1
+    logits_RV.copy_((softmax_RV - (column_V == labels_R[:, None]).float()) * weights_R[:, None])
+    return top_R, losses_R
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     """(sum w*CE, top-1 [Q], CE [Q]); the gradient of the sum is ready when the forward returns."""
 
@@ -41,28 +82,17 @@ class _HeadCrossEntropy(torch.autograd.Function):
         labels_Q: torch.Tensor,
         weights_Q: torch.Tensor,
         chunk_rows: int,
+        row_pass: RowPass,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        total = torch.zeros((), dtype=torch.float32, device=hidden_QH.device)
         gradient_QH = torch.empty_like(hidden_QH)
         top_Q = torch.empty_like(labels_Q)
         losses_Q = torch.empty_like(weights_Q)
         for start in range(0, hidden_QH.shape[0], chunk_rows):
             rows = slice(start, start + chunk_rows)
-            label, weight = labels_Q[rows], weights_Q[rows]
             logits = hidden_QH[rows] @ head_VH.T
-            top_Q[rows] = logits.argmax(-1)
-            # logsumexp of bf16 logits must be summed in fp32; done by hand, the fp32 copy would double the peak.
-            peak = logits.amax(-1, keepdim=True)
-            gold = logits.gather(-1, label[:, None])
-            shifted = logits.sub_(peak)
-            denominator = torch.sum(shifted.exp(), dim=-1, keepdim=True, dtype=torch.float32)
-            losses_Q[rows] = (denominator.log() - (gold - peak).float()).squeeze(-1)
-            total += (losses_Q[rows] * weight).sum()
-            # d(w*CE)/d(logits) = w * (softmax - onehot), written over the logits.
-            scale = (weight[:, None] / denominator).to(logits.dtype)
-            dlogits = shifted.exp_().mul_(scale)
-            dlogits.scatter_add_(-1, label[:, None], -weight[:, None].to(logits.dtype))
-            torch.mm(dlogits, head_VH, out=gradient_QH[rows])
+            top_Q[rows], losses_Q[rows] = row_pass(logits, labels_Q[rows], weights_Q[rows])
+            torch.mm(logits, head_VH, out=gradient_QH[rows])
+        total = (losses_Q * weights_Q).sum()
         ctx.save_for_backward(gradient_QH)
         ctx.mark_non_differentiable(top_Q, losses_Q)
         return total, top_Q, losses_Q
@@ -70,7 +100,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_QH,) = ctx.saved_tensors
-        return gradient_QH * outputs[0].to(gradient_QH.dtype), None, None, None, None
+        return gradient_QH * outputs[0].to(gradient_QH.dtype), None, None, None, None, None
 
 
 def block_loss(
@@ -79,13 +109,15 @@ def block_loss(
     labels_Q: torch.Tensor,
     weights_Q: torch.Tensor,
     chunk_rows: int,
+    row_pass: RowPass | None = None,
 ) -> LossSums:
     """Sums of the decayed cross-entropy. hidden [Q,H] and head [V,H] of one type, labels int64, weights fp32.
 
-    `numerator` carries the gradient to `hidden_QH`; the head gets none.
+    `numerator` carries the gradient to `hidden_QH`; the head gets none. `row_pass` is `gradient_over_logits` (the
+    default) or a compiled `fused_gradient_over_logits`.
     """
     apply: Any = _HeadCrossEntropy.apply  # torch leaves it unannotated
-    numerator, top_Q, _ = apply(hidden_QH, head_VH, labels_Q, weights_Q, chunk_rows)
+    numerator, top_Q, _ = apply(hidden_QH, head_VH, labels_Q, weights_Q, chunk_rows, row_pass or gradient_over_logits)
     return _sums(numerator, top_Q, labels_Q, weights_Q)
 
 
