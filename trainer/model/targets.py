@@ -25,6 +25,7 @@ from torch import nn
 from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.batch import PackedBatch
 from trainer.model.drafter import DrafterShape
+from trainer.model.kernels import slow_kernel_reason
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 
@@ -245,6 +246,7 @@ def _stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
+    _refuse_slow_kernels(config, model.config.get_text_config(), device)
     return model.to(device), tokenizer
 
 
@@ -262,11 +264,20 @@ def _random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]
         "mrope_interleaved": True,
     }
     shape = Qwen3_5TextConfig(**SHAPES[name], rope_parameters=rope, tie_word_embeddings=False)
+    _refuse_slow_kernels(config, shape, device)
     build: Any = Qwen3_5ForCausalLM._from_config  # unannotated in transformers
     # Built on the device itself: 27B parameters never pass through host memory.
     with torch.device(device):
         model: Any = build(shape, dtype=getattr(torch, config.dtype))
     return model, AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+
+
+def _refuse_slow_kernels(config: TargetConfig, text_config: Any, device: torch.device) -> None:
+    if config.allow_slow_kernels:
+        return
+    reason = slow_kernel_reason(getattr(text_config, "layer_types", None) or (), device)
+    if reason is not None:
+        raise TargetError(f"target.path {config.path!r}: {reason}")
 
 
 def _make_trunk(model: Any, layer_ids: tuple[int, ...], captured: _Captured) -> nn.Module:
