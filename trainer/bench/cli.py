@@ -99,7 +99,7 @@ def _threads(arguments: argparse.Namespace, device: torch.device, ceiling: float
 
 
 def _peers(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
-    """Ours and the peer's in turn, so that a drift of the machine meets both."""
+    """Ours, then the peer with its whole draft model compiled, then the peer as it comes."""
     from trainer.bench.drafter import bench_drafter
     from trainer.bench.peers import PeerUnavailable, bench_peer, install
 
@@ -107,16 +107,11 @@ def _peers(arguments: argparse.Namespace, device: torch.device, ceiling: float) 
         raise PeerUnavailable("the peer's FlexAttention step needs a CUDA device")
     install(arguments.peer_folder or Path(tempfile.gettempdir()) / "trainer-bench-peer")
     for documents in arguments.documents:
+        with torch_setup.thread_rules("drafter", device):
+            yield bench_drafter(
+                arguments.shape, documents, graphs="step", ceiling=ceiling, device=device, repeats=arguments.repeats
+            )
         for whole in (True, False):
-            with torch_setup.thread_rules("drafter", device):
-                yield bench_drafter(
-                    arguments.shape,
-                    documents,
-                    graphs="step",
-                    ceiling=ceiling,
-                    device=device,
-                    repeats=arguments.repeats,
-                )
             yield bench_peer(
                 arguments.shape, documents, whole=whole, ceiling=ceiling, device=device, repeats=arguments.repeats
             )
