@@ -57,7 +57,7 @@ def test_it_counts_what_a_hand_count_gives(target: Target, monkeypatch: pytest.M
     """
     drafter = drafter_of(target)
     token_rows = target.head_VH
-    documents = [document([20 + (n * 7 + i) % 400 for i in range(20)]) for n in range(3)]
+    documents = [document([20 + (n * 7 + i) % 200 for i in range(20)]) for n in range(3)]
     row = evaluation_rows(documents, DATA, BLOCK, 2)[0]
     wanted = torch.full((8, BLOCK), 5)
     for slot in range(int(row.keep_N.sum())):
@@ -74,7 +74,7 @@ def test_it_counts_what_a_hand_count_gives(target: Target, monkeypatch: pytest.M
 
 
 def test_an_untrained_drafter_accepts_next_to_nothing(target: Target) -> None:
-    documents = [document([20 + (n * 31 + i * 17) % 400 for i in range(30)]) for n in range(4)]
+    documents = [document([20 + (n * 31 + i * 17) % 200 for i in range(30)]) for n in range(4)]
     result = acceptance(drafter_of(target), target, documents, DATA, mask_token_id=1)
     assert 1.0 <= result.mean < 1.2
     assert len(result.by_position) == BLOCK - 1

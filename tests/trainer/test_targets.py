@@ -135,7 +135,7 @@ def test_a_mask_token_outside_the_vocabulary_or_that_ends_text_is_refused(target
 
 def test_drafter_shape_follows_the_target(target: Target) -> None:
     shape = target.drafter_shape(DrafterConfig())
-    assert (shape.hidden_size, shape.vocab_size, shape.num_features) == (128, 512, 5)
+    assert (shape.hidden_size, shape.vocab_size, shape.num_features) == (128, 264, 5)
     assert shape.rope_theta == target.rope_theta == 10000.0
 
 
