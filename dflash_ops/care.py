@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from dflash_ops import console
+from rich.live import Live
+
+from dflash_ops import console, dashboard, pages
 from dflash_ops import diagnose as diagnosing
-from dflash_ops.connect import connect
+from dflash_ops import pull as pulling
+from dflash_ops import watch as watching
+from dflash_ops.agent import verbs
+from dflash_ops.agent.snapshot import WatchRequest
+from dflash_ops.connect import connect, open_transport
 from dflash_ops.diagnose import Finding
-from dflash_ops.errors import UsageError
+from dflash_ops.errors import INTERRUPTED, UsageError
 from dflash_ops.executor import TargetContext
+from dflash_ops.remote import Place, Remote
 from dflash_ops.scrub import scrub
+from dflash_ops.settings import Target
+from dflash_ops.tasks import READ_DEADLINE_S, run_code, verb
+from dflash_ops.tasks import _count as whole_number
 from dflash_ops.tasks import _fab as fab_words
 from dflash_ops.tasks import _only as only
-from dflash_ops.tasks import verb
+from dflash_ops.watch import Notifier, View
 
 
 @verb()
@@ -30,6 +44,82 @@ def diagnose(c: TargetContext, run: str = "", json: bool = False, evidence: str 
         for line in diagnosing.describe(finding, fab):
             console.say(line)
     return 0
+
+
+@verb()
+def report(c: TargetContext, run: str, out: str = "") -> int:
+    """Write one HTML page about RUN (or `newest`): plots and facts, nothing loaded from anywhere; --out FILE."""
+    target = only(c, "report")
+    done = pages.write(target, connect(target), "" if run == "newest" else run, out, fab_words(c, target))
+    console.say(f"{done.path}: run {done.run_id}, {done.events:,} events")
+    return 0
+
+
+@verb()
+def pull(c: TargetContext, run: str = "", to: str = "runs", checkpoints: str = "all") -> int:
+    """Bring a run's logs and checkpoints here, verified by hash; --run ID, --to DIR, --checkpoints all|newest|none."""
+    target = only(c, "pull")
+    done = pulling.pull(connect(target), run, Path(to).expanduser(), checkpoints, console.remark)
+    console.say(f"{done.directory}: {done.files} files, {done.unchanged} were here already, {done.moved:,} bytes moved")
+    return 0
+
+
+@verb()
+def watch(
+    c: TargetContext,
+    run: str = "",
+    interval: str = "2",
+    notify: str = "",
+    until_end: bool = False,
+    json: bool = False,
+) -> int:
+    """A live picture of the run; --run ID, --json, --notify COMMAND (JSON on stdin), --until-end, --interval S."""
+    target = only(c, "watch")
+    remote = connect(target)
+    remote.call("status", verbs.StatusRequest(run_id=run), verbs.Overview, deadline=READ_DEADLINE_S)
+    request = WatchRequest(run, float(whole_number("--interval", interval, 1, 60)))
+    fab = fab_words(c, target)
+
+    def explain(view: View) -> dict[str, Any]:
+        finding = diagnosing.find(target, remote_of_its_own(target), view.run_id)
+        return {"diagnosis": diagnosing.as_json(finding, fab)}
+
+    notifier = Notifier.of(notify, console.remark, explain) if notify else None
+    try:
+        return _watch(watching.views(remote, target.name, request), notifier, until_end=until_end, as_json=json)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if notifier is not None:
+            notifier.close()
+
+
+def _watch(views: Iterator[View], notifier: Notifier | None, *, until_end: bool, as_json: bool) -> int:
+    history, before = dashboard.History(), ""
+    picture = None if as_json or not sys.stdout.isatty() else Live(screen=True, auto_refresh=False)
+    with picture or contextlib.nullcontext():
+        for view in views:
+            history.add(view)
+            if as_json:
+                console.show_json(watching.as_json(view))
+            elif picture is not None:
+                picture.update(dashboard.draw(view, history, width=picture.console.width), refresh=True)
+            elif view.state != before:
+                console.say(dashboard.one_line(view))
+            before = view.state
+            if notifier is not None:
+                notifier.see(view)
+            if until_end and view.ended:
+                break
+    run = view.snapshot.run if view.snapshot else None
+    if picture is not None and run is not None:
+        console.remark(dashboard.one_line(view))
+    return run_code(run) if run is not None else 0
+
+
+def remote_of_its_own(target: Target) -> Remote:
+    """A second connection: the first one is busy with the stream of snapshots."""
+    return Remote(open_transport(target), Place(target.python, target.root, target.workspace))
 
 
 def _find(c: TargetContext, run: str) -> Finding:

@@ -6,6 +6,7 @@ written with textContent, so a hostile log line stays text.
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -89,6 +90,14 @@ _PLOTS = (
 )
 
 
+_CARD_PLOTS = {
+    "utilization": ("GPU utilization", "%"),
+    "memory_mib": ("GPU memory", "MiB"),
+    "power_w": ("GPU power", "W"),
+    "temperature_c": ("GPU temperature", "°C"),
+}
+
+
 def render(page: RunPage) -> str:
     """The page as text."""
     text = json.dumps(_payload(page), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
@@ -107,7 +116,35 @@ def charts(events: Sequence[Event]) -> tuple[Chart, ...]:
             series += _series(evals, "accept_len", "held-out", marks=True)
         if series:
             found.append(Chart(plot.id, plot.title, plot.unit, tuple(series), plot.log_scale, plot.floor))
-    return tuple(found)
+    return (*found, *_card_charts(events, steps))
+
+
+def _card_charts(events: Sequence[Event], steps: Sequence[Event]) -> list[Chart]:
+    """One plot for each reading, one line for each card. A reading belongs to the step before it."""
+    step_times = [event.time for event in steps]
+    lines: dict[tuple[str, str], list[tuple[int | None, float, float]]] = {}
+    for event in events:
+        cards = event.values.get("cards") if event.kind == "gpu" else None
+        at = bisect.bisect_right(step_times, event.time)
+        step = steps[at - 1].step if at else 0
+        for card in cards if isinstance(cards, list) else ():
+            if not isinstance(card, dict):
+                continue
+            for key in _CARD_PLOTS:
+                value = card.get(key)
+                if isinstance(value, int | float) and _finite(value):
+                    lines.setdefault((key, f"GPU {card.get('index')}"), []).append((step, event.time, float(value)))
+    found = []
+    for key, (title, unit) in _CARD_PLOTS.items():
+        series = []
+        for (of, name), points in lines.items():
+            if of == key:
+                kept = [points[index] for index, _ in thin([(n, p[2]) for n, p in enumerate(points)], MAX_POINTS)]
+                stepped, times, values = zip(*kept, strict=True)
+                series.append(Series(name, stepped, times, values))
+        if series:
+            found.append(Chart(f"gpu-{key}", title, unit, tuple(series), floor=0))
+    return found
 
 
 def _series(events: Sequence[Event], key: str, name: str, *, marks: bool = False) -> list[Series]:

@@ -25,7 +25,6 @@ DEFAULT_VARIANT = "threadwarm"
 HANDOVER_S = 30.0
 AGENT = str(Path(__file__).parents[2])
 """The zipapp that this file is in: Python runs it as a program."""
-STEP_DIRECTORY = re.compile(r"step-[0-9]{8,}\Z")
 
 Say = Callable[[str], None]
 
@@ -117,11 +116,8 @@ def launch(layout: Layout, request: LaunchRequest, say: Say) -> LaunchResult:
 
 def newest_checkpoint(directory: Path) -> Path | None:
     """The highest complete step-N directory of a run; a checkpoint is complete once it has its name."""
-    try:
-        names = [entry.name for entry in (directory / "checkpoints").iterdir() if STEP_DIRECTORY.match(entry.name)]
-    except OSError:
-        return None
-    return directory / "checkpoints" / max(names, key=lambda name: int(name[5:])) if names else None
+    name = runs.newest_checkpoint_name(directory)
+    return directory / "checkpoints" / name if name else None
 
 
 def _plan(layout: Layout, request: LaunchRequest) -> _Plan:

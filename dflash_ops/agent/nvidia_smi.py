@@ -101,7 +101,7 @@ def parse_cards(text: str) -> tuple[list[Card], str | None]:
     """Cards with one sample each, and the driver's version, from `--query-gpu=... --format=csv` with its header."""
     cards: list[Card] = []
     driver: str | None = None
-    for row in _rows(text, last="name"):
+    for row in rows(text, last="name"):
         uuid = row.get("uuid", "")
         if not uuid.startswith(("GPU-", "MIG-")):
             continue  # a warning between the lines, or a line cut short
@@ -140,7 +140,7 @@ def parse_cards(text: str) -> tuple[list[Card], str | None]:
 def parse_apps(text: str) -> list[GpuProcess]:
     """Processes from `--query-compute-apps=... --format=csv`. A row that makes no sense is still a process."""
     found: list[GpuProcess] = []
-    for row in _rows(text, last="process_name"):
+    for row in rows(text, last="process_name"):
         pid = parse_number(row.get("pid", ""))
         uuid = row.get("gpu_uuid", "")
         found.append(
@@ -190,7 +190,7 @@ def parse_number(text: str) -> float | None:
     return float(match[1]) * MIB.get(match[2] or "", 1.0)
 
 
-def _rows(text: str, *, last: str) -> list[dict[str, str]]:
+def rows(text: str, *, last: str) -> list[dict[str, str]]:
     """CSV with a header, each column named without its unit. Surplus commas belong to the column `last`."""
     lines = [line for line in text.splitlines() if line.strip()]
     start = next((number for number, line in enumerate(lines) if {"uuid", "gpu_uuid"} & set(line.split(", "))), None)

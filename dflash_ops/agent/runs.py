@@ -7,6 +7,7 @@ running.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from dflash_ops.events import Event, parse_events
 from dflash_ops.health import ExitFacts, RunFacts, State, assess
 
 METRICS_TAIL = 1 << 16
+STEP_DIRECTORY = re.compile(r"step-[0-9]{8,}\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,19 @@ def derive(record: RunRecord, directory: Path) -> RunStatus:
         latest=_latest(events),
         overrides=record.overrides,
     )
+
+
+def checkpoint_names(directory: Path) -> list[str]:
+    """The complete checkpoints of a run, oldest first; a checkpoint is complete once it has its name."""
+    try:
+        names = [entry.name for entry in (directory / "checkpoints").iterdir() if STEP_DIRECTORY.match(entry.name)]
+    except OSError:
+        return []
+    return sorted(names, key=lambda name: int(name[5:]))
+
+
+def newest_checkpoint_name(directory: Path) -> str | None:
+    return next(reversed(checkpoint_names(directory)), None)
 
 
 def read_events(directory: Path, tail: int = METRICS_TAIL) -> tuple[Event, ...]:

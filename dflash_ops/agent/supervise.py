@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from dflash_ops.agent import handover, process, runs
+from dflash_ops.agent import gpu_log, handover, process, runs
 from dflash_ops.agent.handover import Assignment, Taken
 from dflash_ops.agent.runs import ExitRecord
 from dflash_ops.errors import OpsError
@@ -129,10 +130,23 @@ class Supervisor:
     def _wait(self, trainer: subprocess.Popen[bytes]) -> int:
         # WNOWAIT keeps the zombie, and with it the group's number, until the rest of the group is ended:
         # a left-over worker would hold GPU memory.
+        self._watch_cards(trainer.pid)
         os.waitid(os.P_PID, trainer.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(trainer.pid, signal.SIGKILL)
         return trainer.wait()
+
+    def _watch_cards(self, pid: int) -> None:
+        """Until the trainer ends: one reading of the cards each half minute. Without cards, just wait."""
+        descriptor = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            while not poll.poll(gpu_log.EVERY_S * 1000):
+                if self._directory is None or not gpu_log.append(self._directory):
+                    poll.poll(10 * gpu_log.EVERY_S * 1000)  # none here, or none that answers: ask rarely
+        finally:
+            os.close(descriptor)
 
     def _ended(self, returncode: int, oom_before: int | None) -> ExitRecord:
         oom_after = process.oom_kills()

@@ -7,7 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from dflash_ops.agent import cache, evidence, files, gate, gpus, launch, launchers, lock, records, releases, runs, stop
+from dflash_ops.agent import (
+    cache,
+    evidence,
+    files,
+    gate,
+    gpus,
+    launch,
+    launchers,
+    lock,
+    records,
+    releases,
+    runs,
+    snapshot,
+    stop,
+)
+from dflash_ops.agent import fetch as fetching
 from dflash_ops.agent import follow as following
 from dflash_ops.agent.gate import GateReport, GateRequest
 from dflash_ops.agent.launch import LaunchRequest
@@ -247,6 +262,18 @@ def _probe_host(call: Call) -> Probed:
     return Probed(gpus.probe("host", samples=records.load(ProbeRequest, call.params).samples).to_json())
 
 
+def _watch(call: Call) -> snapshot.WatchEnd:
+    return snapshot.watch(call.layout, records.load(snapshot.WatchRequest, call.params), call.emit)
+
+
+def _files(call: Call) -> fetching.Listing:
+    return fetching.listing(call.layout, records.load(fetching.ListRequest, call.params), call.say)
+
+
+def _fetch(call: Call) -> fetching.FetchEnd:
+    return fetching.fetch(call.layout, records.load(fetching.FetchRequest, call.params), call.emit)
+
+
 def _clear_cache(call: Call) -> Cleared:
     request = records.load(ClearRequest, call.params)
     call.layout.create()
@@ -294,6 +321,9 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "gpus": _as_json(_gpus),
     "evidence": _as_json(_evidence),
     "probe-host": _as_json(_probe_host),
+    "watch": _as_json(_watch),
+    "files": _as_json(_files),
+    "fetch": _as_json(_fetch),
     "clear-cache": _as_json(_clear_cache),
     "attach": _as_json(_attach),
 }
