@@ -81,7 +81,7 @@ def read_whole(remote: Remote, run_id: str, path: str, limit: int) -> bytes:
 def _bring(remote: Remote, run: str, file: ListedFile, path: Path, say: Say) -> int:
     """One file, once more from the start where the first try ends with a wrong hash; returns the bytes moved."""
     partial = path.with_name(f".{path.name}.part")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _private_directory(path.parent)
     moved = 0
     for attempt in (1, 2):
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -187,8 +187,14 @@ def _digest(path: Path, size: int) -> str:
 
 
 def _write_private(directory: Path, name: str, data: bytes) -> None:
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _private_directory(directory)
     partial = directory / f".{name}.part"
     partial.touch(mode=0o600)
     partial.write_bytes(data)
     partial.replace(directory / name)
+
+
+def _private_directory(directory: Path) -> None:
+    """mkdir's own mode reaches only the last of several new directories."""
+    for path in reversed((directory, *directory.parents)):
+        path.mkdir(exist_ok=True, mode=0o700)
