@@ -1,0 +1,354 @@
+"""A trained drafter in the two published forms, tested as it is written; and back.
+
+    zlab         what SGLang, vLLM (`method: dflash`) and z-lab's loader read: the drafter's own weights
+    speculators  what vLLM reads through the speculators library: the same body with embedding and head
+
+A loader that meets a key it does not know leaves a layer random and says nothing, so nothing is published
+here before it was read back: keys, shapes, configuration, and outputs on a stored batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from trainer.config import ConfigError, DrafterConfig
+from trainer.model.drafter import Drafter, DrafterShape
+from trainer.model.mask import attend_sdpa
+from trainer.model.targets import Target
+
+Format = Literal["zlab", "speculators"]
+FORMATS: tuple[Format, ...] = ("zlab", "speculators")
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+SPECULATORS_VERSION = "0.5.0"
+"""The first version whose DFlash configuration has these fields."""
+
+
+class ExportError(Exception):
+    """An export that cannot be written or read; the message says what, why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """What an export says about the target that its drafter belongs to."""
+
+    target_name: str
+    target_architecture: str
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+
+    @classmethod
+    def of(cls, target: Target, config: DrafterConfig) -> Provenance:
+        """Read off a loaded target. Raises TargetError when no MASK token is known."""
+        text: Any = target.model.config.get_text_config()  # type: ignore[operator, union-attr]  # a transformers model
+        end = text.eos_token_id
+        return cls(
+            target_name=target.name,
+            target_architecture=type(target.model).__name__,
+            num_target_layers=target.num_layers,
+            target_layer_ids=target.layer_ids,
+            mask_token_id=target.mask_token(config),
+            max_position_embeddings=int(text.max_position_embeddings),
+            bos_token_id=text.bos_token_id,
+            eos_token_id=end[0] if isinstance(end, list) else end,
+            pad_token_id=text.pad_token_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedExport:
+    """An export read back."""
+
+    shape: DrafterShape
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    weights: dict[str, torch.Tensor]
+    """The drafter's own, under the published keys."""
+
+
+def export(
+    weights: dict[str, torch.Tensor],
+    shape: DrafterShape,
+    provenance: Provenance,
+    out: Path,
+    form: Format,
+    *,
+    embed_VH: torch.Tensor | None = None,
+    head_VH: torch.Tensor | None = None,
+) -> Path:
+    """Write one form in bf16 and read it back; `out` appears whole or not at all.
+
+    The speculators form also carries the target's embedding and head. Raises ExportError.
+    """
+    if out.exists():
+        raise ExportError(f"{out} exists already; choose another directory or remove it")
+    tensors = {key: value.detach().to("cpu", torch.bfloat16).contiguous() for key, value in weights.items()}
+    own = dict(tensors)
+    if form == "zlab":
+        config = zlab_config(shape, provenance)
+    else:
+        if embed_VH is None or head_VH is None:
+            raise ExportError("the speculators form carries the target's embedding and head; give both")
+        config = speculators_config(shape, provenance)
+        # clone: a target with tied embeddings shares them, which the file format refuses
+        tensors["embed_tokens.weight"] = embed_VH.detach().to("cpu", torch.bfloat16).clone()
+        tensors["lm_head.weight"] = head_VH.detach().to("cpu", torch.bfloat16).clone()
+    partial = out.with_name(f".partial-{out.name}-{os.getpid()}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        self_test(partial, own, shape, provenance)
+        partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"cannot write {out}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def draft_model_config(shape: DrafterShape, provenance: Provenance) -> dict[str, Any]:
+    """The Qwen3-style body, as both forms write it.
+
+    Rotary embedding is plain and over the whole head; nothing partial, sectioned or scaled is taken from the
+    target, for a server would apply it and the drafter would accept nothing.
+    """
+    config = shape.config
+    kinds = [
+        "sliding_attention" if shape.window(layer) is not None else "full_attention"
+        for layer in range(config.num_layers)
+    ]
+    return {
+        "model_type": "qwen3",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": provenance.max_position_embeddings,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "layer_types": kinds,
+        "sliding_window": config.sliding_window if config.sliding_layers else None,
+        "use_sliding_window": bool(config.sliding_layers),
+        "max_window_layers": config.num_layers,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "bos_token_id": provenance.bos_token_id,
+        "eos_token_id": provenance.eos_token_id,
+        "pad_token_id": provenance.pad_token_id,
+    }
+
+
+def zlab_config(shape: DrafterShape, provenance: Provenance) -> dict[str, Any]:
+    """config.json of the z-lab form."""
+    config = shape.config
+    written = {
+        "architectures": ["DFlashDraftModel"],
+        **draft_model_config(shape, provenance),
+        "num_target_layers": provenance.num_target_layers,
+        "dtype": "bfloat16",
+        # Servers look for it in either place.
+        "block_size": shape.block_size,
+        "dflash_config": {
+            "mask_token_id": provenance.mask_token_id,
+            "target_layer_ids": list(provenance.target_layer_ids),
+            "block_size": shape.block_size,
+        },
+    }
+    # `is_causal` speaks for all layers. A drafter with causal sliding layers beside bidirectional full ones is what
+    # servers assume when it is absent; in every other case it is said outright.
+    if not (config.sliding_causal and 0 < len(config.sliding_layers) < config.num_layers):
+        written["is_causal"] = bool(config.sliding_layers) and config.sliding_causal
+    return written
+
+
+def speculators_config(shape: DrafterShape, provenance: Provenance) -> dict[str, Any]:
+    """config.json of the speculators form; its layer ids count from the embedding, so they are ours + 1."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": shape.block_size - 1,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"": "config.DFlashSpeculatorConfig"},
+        "speculators_model_type": "dflash",
+        "speculators_version": SPECULATORS_VERSION,
+        "dtype": "bfloat16",
+        "transformer_layer_config": draft_model_config(shape, provenance),
+        "draft_vocab_size": shape.vocab_size,
+        "block_size": shape.block_size,
+        "target_hidden_size": shape.hidden_size,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in provenance.target_layer_ids],
+        "mask_token_id": provenance.mask_token_id,
+        "sliding_window_non_causal": not shape.config.sliding_causal,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": provenance.target_name,
+                "architectures": [provenance.target_architecture],
+            },
+        },
+    }
+
+
+def load_export(directory: Path) -> LoadedExport:
+    """Read either form. Raises ExportError on anything missing, unknown or of the wrong shape."""
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(directory / WEIGHTS)
+        shape, layer_ids, mask_token_id = _read_config(config, tensors)
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ExportError(f"{directory} is no exported drafter: {error}") from error
+    except (KeyError, TypeError, ConfigError) as error:
+        raise ExportError(f"{directory / CONFIG} misses or misstates {error}") from error
+    weights = {k: v for k, v in tensors.items() if k not in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")}
+    with torch.device("meta"):
+        expected = {key: tuple(value.shape) for key, value in Drafter(shape).state_dict().items()}
+    found = {key: tuple(value.shape) for key, value in weights.items()}
+    if expected != found:
+        wrong = sorted(expected.items() ^ found.items())
+        raise ExportError(
+            f"{directory / WEIGHTS} does not hold the drafter that its config.json describes; differing: "
+            + ", ".join(f"{key} {list(size)}" for key, size in wrong[:6])
+        )
+    return LoadedExport(shape, layer_ids, mask_token_id, weights)
+
+
+def _read_config(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[DrafterShape, tuple[int, ...], int]:
+    if "speculators_model_type" in config:
+        body, block_size, mask_token_id = (
+            config["transformer_layer_config"],
+            config["block_size"],
+            config["mask_token_id"],
+        )
+        layer_ids = tuple(layer - 1 for layer in config["aux_hidden_state_layer_ids"])
+        causal = not config.get("sliding_window_non_causal", False)
+    else:
+        body, own = config, config["dflash_config"]
+        block_size = own.get("block_size", config.get("block_size", 16))
+        mask_token_id, layer_ids = own["mask_token_id"], tuple(own["target_layer_ids"])
+        causal = config.get("is_causal", own.get("causal", True))
+    kinds = body.get("layer_types") or ["full_attention"] * body["num_hidden_layers"]
+    sliding = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    rope = body.get("rope_parameters") or {}
+    drafter = DrafterConfig(
+        num_layers=body["num_hidden_layers"],
+        num_heads=body["num_attention_heads"],
+        num_kv_heads=body["num_key_value_heads"],
+        head_dim=body["head_dim"],
+        intermediate_size=body["intermediate_size"],
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        rms_norm_eps=body["rms_norm_eps"],
+        sliding_window=body["sliding_window"] if sliding else None,
+        sliding_layers=sliding,
+        sliding_causal=bool(sliding) and bool(causal),
+    )
+    shape = DrafterShape(
+        hidden_size=body["hidden_size"],
+        vocab_size=body["vocab_size"],
+        num_features=tensors["fc.weight"].shape[1] // body["hidden_size"],
+        rope_theta=float(rope.get("rope_theta", body.get("rope_theta"))),
+        config=drafter,
+    )
+    return shape, layer_ids, mask_token_id
+
+
+def initialise(drafter: Drafter, directory: Path, target_layer_ids: tuple[int, ...]) -> None:
+    """Start a drafter from an export (`drafter.init_from`). Raises ExportError when it is another drafter."""
+    loaded = load_export(directory)
+    ours, theirs = drafter.shape, loaded.shape
+    # What may differ: where it came from, and which row MASK is (checked below).
+    ours = replace(ours, config=replace(ours.config, init_from=None, mask_token_id=None, rope_theta=None))
+    theirs = replace(theirs, config=replace(theirs.config, mask_token_id=None))
+    differing = [f"{n}: {v}" for n, v in _differences(theirs, ours)]
+    if loaded.target_layer_ids != target_layer_ids:
+        differing.append(f"target layers: {list(loaded.target_layer_ids)} in the export, {list(target_layer_ids)} here")
+    mask = drafter.shape.config.mask_token_id
+    if mask is not None and mask != loaded.mask_token_id:
+        differing.append(f"MASK token: {loaded.mask_token_id} in the export, {mask} here")
+    if differing:
+        raise ExportError(
+            f"drafter.init_from {directory} is not the drafter of this run; change the settings or leave it out:\n  "
+            + "\n  ".join(differing)
+        )
+    drafter.load_state_dict(loaded.weights, strict=True)
+
+
+def _differences(theirs: DrafterShape, ours: DrafterShape) -> list[tuple[str, str]]:
+    rows = []
+    for name in ("hidden_size", "vocab_size", "num_features", "rope_theta"):
+        rows.append((name, getattr(theirs, name), getattr(ours, name)))
+    for name in DrafterConfig.__dataclass_fields__:
+        rows.append((name, getattr(theirs.config, name), getattr(ours.config, name)))
+    # Causality and window mean nothing where no layer slides.
+    unused = set() if ours.config.sliding_layers else {"sliding_window", "sliding_causal"}
+    return [(n, f"{a} in the export, {b} here") for n, a, b in rows if a != b and n not in unused]
+
+
+def self_test(directory: Path, weights: dict[str, torch.Tensor], shape: DrafterShape, provenance: Provenance) -> None:
+    """Read an export back and compare everything, outputs on a fixed batch included. Raises ExportError."""
+    loaded = load_export(directory)
+    problems = [f"{n}: {v}" for n, v in _differences(loaded.shape, _plain(shape, provenance))]
+    if loaded.target_layer_ids != provenance.target_layer_ids:
+        problems.append(f"target layers read back as {loaded.target_layer_ids}")
+    problems += [f"{k} changed" for k, v in weights.items() if not torch.equal(loaded.weights[k], v)]
+    problems += [f"{k} is not finite" for k, v in weights.items() if not bool(v.isfinite().all())]
+    if not problems and not torch.equal(_probe(weights, shape), _probe(loaded.weights, loaded.shape)):
+        problems.append("outputs differ on the test batch")
+    if problems:
+        raise ExportError("the export does not read back as it was written: " + "; ".join(problems[:6]))
+
+
+def _plain(shape: DrafterShape, provenance: Provenance) -> DrafterShape:
+    config = replace(shape.config, init_from=None, rope_theta=None, mask_token_id=provenance.mask_token_id)
+    return replace(shape, config=config)
+
+
+@torch.no_grad()
+def _probe(weights: dict[str, torch.Tensor], shape: DrafterShape) -> torch.Tensor:
+    """Outputs on a fixed small batch of two documents, in the weights' own type."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.device("meta"):
+        drafter = Drafter(shape)
+    drafter.to_empty(device="cpu").to(next(iter(weights.values())).dtype)
+    drafter.load_state_dict(weights, strict=True)
+    block = shape.block_size
+    doc_ids_T = torch.tensor([0] * 24 + [1] * 16, dtype=torch.int32)
+    positions_T = torch.cat((torch.arange(24), torch.arange(16)))
+    anchors_N = torch.tensor([0, 9, 23, 30], dtype=torch.int32)
+    dtype = next(drafter.parameters()).dtype
+    hidden_TKH = torch.randn(40, shape.num_features * shape.hidden_size, generator=generator).to(dtype)
+    embeds_QH = torch.randn(4 * block, shape.hidden_size, generator=generator).to(dtype)
+    at_Q = (positions_T[anchors_N.long()][:, None] + torch.arange(block)).flatten()
+    attend = attend_sdpa(anchors_N, torch.ones(4, dtype=torch.bool), doc_ids_T, shape)
+    out: torch.Tensor = drafter(hidden_TKH, positions_T, embeds_QH, at_Q, attend)
+    return out
