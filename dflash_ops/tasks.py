@@ -6,6 +6,7 @@ Every verb takes its targets from -H (`executor`), turns each foreseeable failur
 
 from __future__ import annotations
 
+import atexit
 import functools
 import getpass
 import json as jsonlib  # `json` is a flag of many verbs
@@ -27,7 +28,7 @@ from dflash_ops.agent.gate import GateReport
 from dflash_ops.agent.releases import Deployed
 from dflash_ops.agent.runs import RunStatus
 from dflash_ops.agent.stop import StopRequest, StopResult
-from dflash_ops.connect import connect
+from dflash_ops.connect import close_all, connect
 from dflash_ops.errors import INTERRUPTED, OpsError, RunFailed, RunLost, UsageError
 from dflash_ops.executor import TargetContext
 from dflash_ops.remote import Remote
@@ -39,6 +40,7 @@ READ_DEADLINE_S = 60.0
 DEFAULT_LINES = "100"
 
 ns = Collection()
+atexit.register(close_all)
 ResultT = TypeVar("ResultT")
 
 
@@ -89,7 +91,7 @@ def deploy(c: TargetContext, dry_run: bool = False) -> int:
         return 0
 
     def one(target: Target, remote: Remote) -> int:
-        done = release.deploy(remote, shipped, _who(), lambda text: _say(c, target, text), console.upload)
+        done = release.deploy(remote, shipped, who(), lambda text: _say(c, target, text), console.upload)
         if done.sent:
             text = f"release {done.release_id} is deployed: {done.files} files, {done.sent:,} bytes sent"
         elif done.result.changed:
@@ -115,7 +117,7 @@ def launch(
     options = launching.LaunchOptions(variant, tuple(set or ()), resume, keep_cache, launcher)
 
     def one(target: Target, remote: Remote) -> int:
-        done = launching.launch(remote, target, options, _who(), lambda text: _say(c, target, text))
+        done = launching.launch(remote, target, options, who(), lambda text: _say(c, target, text))
         _say(c, target, f"run {done.run_id} is started: release {done.release}, {done.launcher}, pid {done.pid}")
         if done.resumed_from:
             _say(c, target, f"goes on from {done.resumed_from}")
@@ -223,7 +225,7 @@ def stop(c: TargetContext, run: str = "", kill: bool = False, wait: str = "60") 
     seconds = _count("--wait", wait, 1, 3600)
 
     def one(target: Target, remote: Remote) -> int:
-        request = StopRequest(who=_who(), run_id=run, kill=kill, wait_s=float(seconds))
+        request = StopRequest(who=who(), run_id=run, kill=kill, wait_s=float(seconds))
         deadline = seconds + 60.0
         done = remote.call(
             "stop", request, StopResult, deadline=deadline, on_progress=lambda text: _say(c, target, text)
@@ -311,7 +313,7 @@ def rollback(c: TargetContext, to: str = "") -> int:
     """Make the previous release current again; --to ID. A run that is going keeps its own."""
 
     def one(target: Target, remote: Remote) -> int:
-        done = remote.call("rollback", verbs.SelectRequest(to, _who()), Deployed, deadline=READ_DEADLINE_S)
+        done = remote.call("rollback", verbs.SelectRequest(to, who()), Deployed, deadline=READ_DEADLINE_S)
         word = "is current now" if done.changed else "is current already"
         _say(c, target, f"release {done.current} {word}; previous is {done.previous or 'none'}")
         return 0
@@ -324,7 +326,7 @@ def clear_cache(c: TargetContext) -> int:
     """Remove the compile caches; refused while a run is going."""
 
     def one(target: Target, remote: Remote) -> int:
-        request = verbs.ClearRequest(_who(), target.legacy_caches)
+        request = verbs.ClearRequest(who(), target.legacy_caches)
         done = remote.call("clear-cache", request, verbs.Cleared, deadline=READ_DEADLINE_S)
         for line in done.lines or ("nothing to clear",):
             _say(c, target, line)
@@ -474,5 +476,5 @@ def _count(flag: str, word: str, low: int, high: int) -> int:
 
 
 @functools.cache
-def _who() -> str:
+def who() -> str:
     return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -175,7 +175,7 @@ def _write_record(layout: Layout, request: LaunchRequest, plan: _Plan, env: dict
         variant=plan.variant,
         release=plan.release,
         created_at=time.time(),
-        argv=trainer_cli.train_argv(plan.variant, directory, plan.overrides),
+        argv=trainer_cli.train_argv(plan.variant, plan.release, directory, plan.overrides),
         log=str(directory / "train.log"),
         launcher=plan.launcher,
         session=request.session if plan.launcher == "tmux" else "",

@@ -13,9 +13,9 @@ from dflash_ops.errors import DeadlineExceeded, UsageError
 ASK_S = 60.0
 
 
-def train_argv(variant: str, directory: Path, overrides: dict[str, str]) -> tuple[str, ...]:
-    settings = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    return (sys.executable, "-m", "trainer", "train", "--variant", variant, "--run-dir", str(directory), *settings)
+def train_argv(variant: str, release: str, directory: Path, overrides: dict[str, str]) -> tuple[str, ...]:
+    words = ("--variant", variant, "--release", release, "--run-dir", str(directory), *_settings(overrides))
+    return (sys.executable, "-m", "trainer", "train", *words)
 
 
 def full_config(release: Path, env: dict[str, str], variant: str, overrides: dict[str, str]) -> str:
@@ -23,8 +23,7 @@ def full_config(release: Path, env: dict[str, str], variant: str, overrides: dic
 
     Raises UsageError with the trainer's own words, and the list of variants, where it refuses.
     """
-    settings = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    done = _ask(release, env, ["config", "--variant", variant, *settings])
+    done = _ask(release, env, ["config", "--variant", variant, *_settings(overrides)])
     if done.returncode == 0:
         return " ".join(done.stdout.split())
     said = done.stderr.strip().splitlines()
@@ -50,6 +49,10 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that cuda:N is the N of nvidia-smi
     }
     return base | extra
+
+
+def _settings(overrides: dict[str, str]) -> list[str]:
+    return [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
 
 
 def _ask(release: Path, env: dict[str, str], words: list[str]) -> subprocess.CompletedProcess[str]:
