@@ -144,11 +144,16 @@ class Remote:
         return answers[0]
 
     @contextmanager
-    def stream(self, verb: str, params: Any) -> Iterator[tuple[ByteStream, wire.FrameReader]]:
-        """Start a verb that goes on talking; the caller reads bytes and feeds the reader."""
+    def stream(self, verb: str, params: Any, *, ship: bool = False) -> Iterator[tuple[ByteStream, wire.FrameReader]]:
+        """Start a verb that goes on talking; the caller reads bytes and feeds the reader.
+
+        `ship` sends the agent along: for the second try, after AgentMissing.
+        """
         nonce = secrets.token_hex(16)
         request = self._request(nonce, params, 0.0, 0)
-        with self.transport.stream(self.argv(verb, nonce, 0), stdin=request.encode()) as stream:
+        install = agent_bundle().data if ship else b""
+        argv = self.argv(verb, nonce, len(install))
+        with self.transport.stream(argv, stdin=install + request.encode()) as stream:
             yield stream, wire.FrameReader(nonce)
 
     def route_argv(self, verb: str, deadline: float) -> tuple[str, ...]:

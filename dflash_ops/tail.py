@@ -35,6 +35,7 @@ def tail(remote: Remote, run_id: str, *, lines: int, follow: bool, sink: Sink) -
     request = FollowRequest(run_id=run_id, lines=lines, follow=follow, beat_s=BEAT_S)
     lost_at: float | None = None
     wait = BACKOFF_S[0]
+    ship = False
 
     def moved(data: wire.Data) -> None:
         nonlocal request, lost_at, wait
@@ -44,9 +45,11 @@ def tail(remote: Remote, run_id: str, *, lines: int, follow: bool, sink: Sink) -
 
     while True:
         try:
-            return _once(remote, request, moved, sink)
+            return _once(remote, request, moved, sink, ship=ship)
         except AgentMissing:
-            raise
+            if ship:
+                raise
+            ship = True
         except (HostUnreachable, DeadlineExceeded, AgentFailed) as error:
             now = time.monotonic()
             if lost_at is None:
@@ -58,9 +61,11 @@ def tail(remote: Remote, run_id: str, *, lines: int, follow: bool, sink: Sink) -
             wait = min(BACKOFF_S[1], wait * 2)
 
 
-def _once(remote: Remote, request: FollowRequest, moved: Callable[[wire.Data], None], sink: Sink) -> FollowEnd:
+def _once(
+    remote: Remote, request: FollowRequest, moved: Callable[[wire.Data], None], sink: Sink, *, ship: bool
+) -> FollowEnd:
     """One connection, until the answer or its loss."""
-    with remote.stream("follow", request) as (stream, reader):
+    with remote.stream("follow", request, ship=ship) as (stream, reader):
         while True:
             piece = stream.read(SILENCE_S)
             if piece is None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from dflash_ops import launch as launching
+from dflash_ops import release as releasing
 from dflash_ops.agent import process, runs
 from dflash_ops.agent.layout import Layout
 from dflash_ops.hosts import load
@@ -115,10 +117,14 @@ class Lab:
         assert found is not None
         return found
 
-    def launch(self, *words: str) -> runs.RunStatus:
-        """Launch through `fab` and wait until it trains."""
-        done = self.fab("launch", "--variant", "threadwarm", *words)
-        assert done.returncode == 0, done.stderr + done.stdout
+    def deploy(self) -> None:
+        """What `fab deploy` does, without starting it."""
+        releasing.deploy(self.remote, releasing.collect(self.checkout), "test", lambda _: None)
+
+    def launch(self, *settings: str) -> runs.RunStatus:
+        """What `fab launch --set ...` does, without starting it; waits until the run trains."""
+        options = launching.LaunchOptions("threadwarm", settings)
+        launching.launch(self.remote, self.target, options, "test", lambda _: None)
         return self.wait_for("training")
 
     def wait_for(self, *states: str) -> runs.RunStatus:

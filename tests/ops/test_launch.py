@@ -18,7 +18,8 @@ from dflash_ops.agent.process import Identity
 from dflash_ops.agent.runs import ExitRecord, RunRecord
 from tests.ops.conftest import Lab, wait_until
 
-LONG = ("--set", "standin.steps=10000")
+LONG = "standin.steps=10000"
+DEAF = "standin.mode=deaf"
 
 
 def identities(lab: Lab) -> tuple[Identity, Identity]:
@@ -97,7 +98,7 @@ class TestMainJob:
     def test_wrong_words_exit_2_and_start_nothing(
         self, lab: Lab, words: tuple[str, ...], says: tuple[str, ...]
     ) -> None:
-        lab.fab("deploy")
+        lab.deploy()
         done = lab.fab("launch", *words)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
@@ -106,7 +107,7 @@ class TestMainJob:
         assert runs.directories(lab.layout) == []
 
     def test_an_altered_release_is_not_launched(self, lab: Lab) -> None:
-        lab.fab("deploy")
+        lab.deploy()
         (lab.layout.current / "trainer" / "__init__.py").write_text("edited = True\n")
         done = lab.fab("launch")
         assert done.returncode == 23
@@ -116,8 +117,8 @@ class TestMainJob:
 
 class TestOneAtATime:
     def test_a_second_launch_exits_21_and_names_the_holder(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        run = lab.launch(*LONG)
+        lab.deploy()
+        run = lab.launch(LONG)
         done = lab.fab("launch")
         assert done.returncode == 21
         assert run.run_id in done.stderr
@@ -129,10 +130,10 @@ class TestOneAtATime:
 
     def test_twenty_at_once_give_exactly_one_run(self, lab: Lab) -> None:
         """Shown able to fail: with the lock taken after the gate two runs started."""
-        lab.fab("deploy")
+        lab.deploy()
 
         def one(_: int) -> subprocess.CompletedProcess[str]:
-            return lab.fab("launch", *LONG, timeout=180)
+            return lab.fab("launch", "--set", LONG, timeout=180)
 
         with concurrent.futures.ThreadPoolExecutor(20) as pool:
             results = list(pool.map(one, range(20)))
@@ -144,8 +145,8 @@ class TestOneAtATime:
 
     def test_the_lock_lives_as_long_as_the_trainer(self, lab: Lab) -> None:
         """A supervisor killed with -9 leaves a trainer that ignores TERM: the lock must still be held."""
-        lab.fab("deploy")
-        lab.launch(*LONG, "--set", "standin.mode=deaf")
+        lab.deploy()
+        lab.launch(LONG, DEAF)
         supervisor, trainer = identities(lab)
         kill(supervisor)
         assert process.alive(trainer)
@@ -158,7 +159,7 @@ class TestOneAtATime:
         assert lab.fab("launch").returncode == 0
 
     def test_relaunch_right_after_the_end_never_meets_the_old_lock(self, lab: Lab) -> None:
-        lab.fab("deploy")
+        lab.deploy()
         for _ in range(3):
             assert lab.fab("launch").returncode == 0
             assert lab.fab("tail-log").returncode == 0
@@ -178,15 +179,15 @@ class TestDeaths:
         assert lab.fab("tail-log").returncode == code
 
     def test_trainer_killed(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        lab.launch(*LONG)
+        lab.deploy()
+        lab.launch(LONG)
         kill(identities(lab)[1])
         self.check(lab, "killed", 30, "SIGKILL")
 
     def test_supervisor_killed(self, lab: Lab) -> None:
         """The trainer is told by the kernel, checkpoints, and leaves: nothing trains unwatched."""
-        lab.fab("deploy")
-        run = lab.launch(*LONG)
+        lab.deploy()
+        run = lab.launch(LONG)
         supervisor, trainer = identities(lab)
         kill(supervisor)
         assert process.wait_gone(trainer, 10.0)
@@ -194,8 +195,8 @@ class TestDeaths:
         assert list(Path(run.directory).glob("checkpoints/step-*"))
 
     def test_both_killed(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        lab.launch(*LONG)
+        lab.deploy()
+        lab.launch(LONG)
         supervisor, trainer = identities(lab)
         assert process.send(supervisor, signal.SIGSTOP)  # so that it cannot record the trainer's end
         kill(trainer)
@@ -213,8 +214,8 @@ class TestDeaths:
         wait_until(lambda: process.identify(child) is None, "the child's end")
 
     def test_a_restarted_container(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        run = lab.launch(*LONG)
+        lab.deploy()
+        run = lab.launch(LONG)
         record = runs.read_run(Path(run.directory))
         assert record is not None
         earlier = replace(record, boot="0/0", supervisor=Identity(1, 1, "0/0"))
@@ -264,8 +265,8 @@ class TestDeaths:
 
 class TestStop:
     def test_stop_checkpoints_and_records_exit_0(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        run = lab.launch(*LONG)
+        lab.deploy()
+        run = lab.launch(LONG)
         done = lab.fab("stop")
         assert done.returncode == 0, done.stderr
         assert "checkpoint written" in done.stdout
@@ -279,8 +280,8 @@ class TestStop:
 
     def test_two_stops_at_once_send_one_signal(self, lab: Lab) -> None:
         """The trainer takes a second TERM as `at once, without a checkpoint`: it must not get one."""
-        lab.fab("deploy")
-        run = lab.launch(*LONG)
+        lab.deploy()
+        run = lab.launch(LONG)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             codes = list(pool.map(lambda _: lab.fab("stop").returncode, range(3)))
         assert codes == [0, 0, 0]
@@ -290,8 +291,8 @@ class TestStop:
         assert list(Path(run.directory).glob("checkpoints/step-*"))
 
     def test_hup_and_term_to_the_supervisor_are_one_request(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        lab.launch(*LONG)
+        lab.deploy()
+        lab.launch(LONG)
         supervisor, _ = identities(lab)
         process.send(supervisor, signal.SIGHUP)
         process.send(supervisor, signal.SIGTERM)
@@ -299,8 +300,8 @@ class TestStop:
         assert run.detail == "stopped on request"
 
     def test_a_deaf_run_is_told_and_only_kill_ends_it(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        lab.launch(*LONG, "--set", "standin.mode=deaf")
+        lab.deploy()
+        lab.launch(LONG, DEAF)
         done = lab.fab("stop", "--wait", "1")
         assert done.returncode == 124
         assert "--kill" in done.stderr
@@ -309,8 +310,8 @@ class TestStop:
         assert lab.newest().state == "killed"
 
     def test_resume_goes_on_from_the_newest_checkpoint_with_the_same_settings(self, lab: Lab) -> None:
-        lab.fab("deploy")
-        first = lab.launch(*LONG)
+        lab.deploy()
+        first = lab.launch(LONG)
         lab.fab("stop")
         for word in (first.run_id, "auto"):
             done = lab.fab("launch", "--resume", word, "--set", "standin.interval=0")
@@ -349,7 +350,7 @@ class TestTmux:
     @pytest.fixture(autouse=True)
     def _tmux(self, lab: Lab) -> None:
         lab.write_hosts("tmux")
-        lab.fab("deploy")
+        lab.deploy()
 
     def tmux(self, lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -357,7 +358,7 @@ class TestTmux:
         )
 
     def test_the_session_shows_the_log_and_closes_with_the_run(self, lab: Lab) -> None:
-        run = lab.launch(*LONG)
+        run = lab.launch(LONG)
         assert run.session == "dflash"
         wait_until(
             lambda: "step" in self.tmux(lab, "capture-pane", "-p", "-t", "=dflash:").stdout, "the log in the pane"
@@ -367,20 +368,20 @@ class TestTmux:
         assert lab.fab("launch").returncode == 0
 
     def test_ctrl_c_in_the_pane_does_not_stop_the_run(self, lab: Lab) -> None:
-        lab.launch(*LONG)
+        lab.launch(LONG)
         self.tmux(lab, "send-keys", "-t", "=dflash:", "C-c")
         before = Path(lab.newest().log).stat().st_size
         wait_until(lambda: Path(lab.newest().log).stat().st_size > before, "more log")
         assert lab.newest().state == "training"
 
     def test_kill_session_is_a_stop_with_a_checkpoint(self, lab: Lab) -> None:
-        lab.launch(*LONG)
+        lab.launch(LONG)
         self.tmux(lab, "kill-session", "-t", "=dflash")
         run = lab.wait_for("finished", "failed", "killed", "lost")
         assert (run.state, run.latest.checkpoint is not None) == ("finished", True)
 
     def test_a_server_killed_with_9_is_a_stop_too(self, lab: Lab) -> None:
-        lab.launch(*LONG)
+        lab.launch(LONG)
         server = int(self.tmux(lab, "display-message", "-p", "#{pid}").stdout)
         os.kill(server, signal.SIGKILL)
         assert lab.wait_for("finished", "failed", "killed", "lost").state == "finished"
@@ -400,7 +401,7 @@ class TestTmux:
     def test_a_root_too_long_for_a_socket_is_refused(self, lab: Lab) -> None:
         lab.root = lab.root / ("x" * 90)
         lab.write_hosts("tmux")
-        lab.fab("deploy")
+        lab.deploy()
         done = lab.fab("launch")
         assert done.returncode == 24
         assert "too long for a socket" in done.stderr
@@ -409,7 +410,7 @@ class TestTmux:
 def test_systemd_is_refused_where_it_is_not(lab: Lab) -> None:
     if launchers.SYSTEMD_RUNNING.is_dir():
         pytest.skip("systemd runs here")
-    lab.fab("deploy")
+    lab.deploy()
     done = lab.fab("launch", "--launcher", "systemd")
     assert done.returncode == 24
     assert "does not run systemd" in done.stderr
