@@ -29,7 +29,7 @@ def _demo() -> int:
     remote = connect(target)
     try:
         console.say("$ fab deploy")
-        deployed = release.deploy(remote, release.collect(hosts.checkout()), tasks.who(), console.say)
+        deployed = release.deploy(remote, release.collect(hosts.checkout()), tasks.who(), console.say, console.upload)
         console.say(f"release {deployed.release_id}: {deployed.files} files, {deployed.sent:,} bytes sent")
         console.say(f"$ fab launch --variant {VARIANT}")
         started = launch.launch(remote, target, launch.LaunchOptions(variant=VARIANT), tasks.who(), console.say)

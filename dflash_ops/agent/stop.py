@@ -44,10 +44,11 @@ def stop(layout: Layout, request: StopRequest, say: Callable[[str], None]) -> St
     trainer = record.trainer if process.alive(record.trainer) else None
     if trainer is None and not status.live:
         return StopResult(False, status)
+    saved = _Checkpoints(layout, record, say)
     receiver = record.supervisor if process.alive(record.supervisor) else trainer
     if receiver is not None and process.send(receiver, signal.SIGTERM):
         say(f"TERM sent to run {record.run_id}: it finishes its step, writes a checkpoint and ends")
-    if not _gone(layout, record, request.wait_s, say):
+    if not _gone(layout, record, request.wait_s, saved):
         if not request.kill:
             raise DeadlineExceeded(
                 f"run {record.run_id} still runs {request.wait_s:.0f} s after TERM",
@@ -56,7 +57,7 @@ def stop(layout: Layout, request: StopRequest, say: Callable[[str], None]) -> St
             )
         say("still running: KILL to its whole process group")
         _kill(record)
-        if not _gone(layout, record, SETTLE_S, say):
+        if not _gone(layout, record, SETTLE_S, saved):
             raise DeadlineExceeded(
                 f"run {record.run_id} survives KILL",
                 why="it waits inside the kernel, usually for a GPU that is lost",
@@ -74,20 +75,35 @@ def _orphaned(layout: Layout) -> RunStatus | None:
     return None
 
 
-def _gone(layout: Layout, record: RunRecord, wait_s: float, say: Callable[[str], None]) -> bool:
-    """Wait until trainer and supervisor have ended; tells of the checkpoint on the way."""
+class _Checkpoints:
+    """Tells of a checkpoint that was not there when this was made, once."""
+
+    def __init__(self, layout: Layout, record: RunRecord, say: Callable[[str], None]) -> None:
+        self._record = record
+        self._directory = layout.run(record.run_id)
+        self._say = say
+        self._known = self._newest()
+
+    def look(self) -> None:
+        newest = self._newest()
+        if newest != self._known:
+            self._known = newest
+            self._say(f"checkpoint written: {newest}")
+
+    def _newest(self) -> str | None:
+        return runs.derive(self._record, self._directory).latest.checkpoint
+
+
+def _gone(layout: Layout, record: RunRecord, wait_s: float, saved: _Checkpoints) -> bool:
+    """Wait until trainer and supervisor have ended."""
     ends_at = time.monotonic() + wait_s
-    before = runs.derive(record, layout.run(record.run_id)).latest.checkpoint
-    told = False
     while time.monotonic() < ends_at:
         current = runs.read_run(layout.run(record.run_id)) or record
         waiting: list[Identity] = [one for one in (current.trainer, current.supervisor) if process.alive(one) and one]
         if not waiting and (current.supervisor is not None or not process.alive(current.launched_by)):
+            saved.look()
             return True
-        checkpoint = runs.derive(current, layout.run(record.run_id)).latest.checkpoint
-        if checkpoint != before and not told:
-            say(f"checkpoint written: {checkpoint}")
-            told = True
+        saved.look()
         if waiting:
             process.wait_gone(waiting[0], min(0.5, max(0.0, ends_at - time.monotonic())))
         else:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from dflash_ops import console
 from dflash_ops import launch as launching
 from dflash_ops import release as releasing
 from dflash_ops.agent import process, runs
@@ -119,7 +120,7 @@ class Lab:
 
     def deploy(self) -> None:
         """What `fab deploy` does, without starting it."""
-        releasing.deploy(self.remote, releasing.collect(self.checkout), "test", lambda _: None)
+        releasing.deploy(self.remote, releasing.collect(self.checkout), "test", lambda _: None, console.upload)
 
     def launch(self, *settings: str) -> runs.RunStatus:
         """What `fab launch --set ...` does, without starting it; waits until the run trains."""

@@ -305,7 +305,7 @@ class TestStop:
         done = lab.fab("stop", "--wait", "1")
         assert done.returncode == 124
         assert "--kill" in done.stderr
-        assert lab.newest().state == "training"
+        assert lab.newest().live
         assert lab.fab("stop", "--wait", "1", "--kill").returncode == 0
         assert lab.newest().state == "killed"
 
@@ -314,14 +314,14 @@ class TestStop:
         first = lab.launch(LONG)
         lab.fab("stop")
         for word in (first.run_id, "auto"):
-            done = lab.fab("launch", "--resume", word, "--set", "standin.interval=0")
+            done = lab.fab("launch", "--resume", word, "--set", "standin.interval=0.03")
             assert done.returncode == 0, done.stderr
             record = runs.read_run(Path(lab.newest().directory))
             assert record is not None
             assert record.resumed_from is not None
             assert record.resumed_from.startswith(first.directory if word != "auto" else str(lab.layout.runs))
             assert record.overrides["standin.steps"] == "10000"
-            assert record.overrides["standin.interval"] == "0"
+            assert record.overrides["standin.interval"] == "0.03"
             lab.wait_for("training")
             lab.fab("stop")
         refused = lab.fab("launch", "--resume", first.run_id, "--variant", "sdpa")

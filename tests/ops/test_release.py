@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_ops import console
 from dflash_ops import release as releasing
 from dflash_ops.agent import releases
 from dflash_ops.agent.layout import Layout, linked_release
@@ -284,7 +285,7 @@ class TestThroughTheAgent:
     def test_a_client_killed_in_the_upload_leaves_current(self, lab: Lab) -> None:
         """The far side sees an end of file that looks like success; only size and hashes tell."""
         release = releasing.collect(lab.checkout)
-        releasing.deploy(lab.remote, release, "test", lambda _: None)
+        releasing.deploy(lab.remote, release, "test", lambda _: None, console.upload)
         payload = SECOND.tar()
         for share in (0.0, 0.3, 0.99):
             argv = lab.remote.argv("install", "00" * 16, 0)
