@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from trainer.config import DrafterConfig
 from trainer.model.block_tables import BlockTables, ContextSpans, MaskLayout, build_block_mask
 from trainer.model.mask import dense_mask, open_empty_rows
+from trainer.model.window import GATHER_LIMIT, Windows, make_windows, window_attention
 
 
 class DenseFallbackError(RuntimeError):
@@ -110,13 +111,17 @@ def compiled_flex_attention(
 
 
 class SdpaAttention:
-    """Scaled-dot-product attention in chunks of blocks, each against the context and its own blocks only."""
+    """Scaled-dot-product attention in chunks of blocks, each against the context and its own blocks only.
+
+    Layers with a small window gather their few keys instead (`trainer.model.window`).
+    """
 
     def __init__(self, layouts: Sequence[MaskLayout], chunk_queries: int = 2048) -> None:
         self.layouts = tuple(layouts)
         self.chunk_slots = max(1, chunk_queries // self.layouts[0].block_size)
         self._batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._masks: dict[tuple[MaskLayout, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._windows: dict[MaskLayout, Windows] = {}
 
     def fill(
         self, anchors_N: torch.Tensor, keep_N: torch.Tensor, doc_ids_T: torch.Tensor, cu_seqlens_D1: torch.Tensor
@@ -124,9 +129,12 @@ class SdpaAttention:
         """Take these anchors; masks are made chunk by chunk when they are first used, and kept until the next fill."""
         self._batch = (anchors_N, keep_N, doc_ids_T)
         self._masks.clear()
+        self._windows.clear()
 
     def __call__(self, layer: int, q_hQD: torch.Tensor, k_gSD: torch.Tensor, v_gSD: torch.Tensor) -> torch.Tensor:
         layout = self.layouts[layer]
+        if layout.window is not None and layout.window <= GATHER_LIMIT:
+            return window_attention(q_hQD, k_gSD, v_gSD, self._layer_windows(layout), layout)
         groups = q_hQD.shape[0] // k_gSD.shape[0]
         k_hSD, v_hSD = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (k_gSD, v_gSD))
         outs = []
@@ -142,15 +150,23 @@ class SdpaAttention:
 
     def _chunk_mask(self, layout: MaskLayout, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots low..high-1 against [context | these slots], empty rows opened; and which rows see anything."""
-        if self._batch is None:
-            raise RuntimeError("attention was called before fill(): it does not know the batch's anchors")
         if (layout, low) not in self._masks:
-            anchors_N, keep_N, doc_ids_T = self._batch
+            anchors_N, keep_N, doc_ids_T = self._filled()
             mask_QS = dense_mask(
                 anchors_N[low:high], keep_N[low:high], doc_ids_T, layout.block_size, layout.window, layout.causal
             )
             self._masks[layout, low] = open_empty_rows(mask_QS)
         return self._masks[layout, low]
+
+    def _layer_windows(self, layout: MaskLayout) -> Windows:
+        if layout not in self._windows:
+            self._windows[layout] = make_windows(*self._filled(), layout)
+        return self._windows[layout]
+
+    def _filled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._batch is None:
+            raise RuntimeError("attention was called before fill(): it does not know the batch's anchors")
+        return self._batch
 
 
 def make_attention(kind: str, layouts: Sequence[MaskLayout], device: torch.device) -> FlexAttention | SdpaAttention:
