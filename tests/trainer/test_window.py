@@ -12,7 +12,7 @@ from trainer.model.attention import SdpaAttention
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cases())
+@given(case=cases())
 def test_gathered_equals_masked_in_value_and_gradient(case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shown to fail: a window counted from the anchor instead of the query, a document bound left out of the mask,
     causality inside the block left out."""
