@@ -47,20 +47,33 @@ DEFAULT_VARIANT = "threadwarm"
 
 
 def tiny_recipe(hardware: Hardware) -> TrainConfig:
-    """For the shipped tiny target: a real drafter in minutes on two CPU cores."""
+    """For the shipped tiny target: a drafter that learns in a minute or two on two CPU cores.
+
+    A narrow window makes the difference: over a whole row of 512 tokens, attention starts with 1/500 of its weight
+    on the anchor, and a short run hardly finds it; with a window of 12 it learns from the first steps, and the
+    gathered window costs a fraction of the masked row. gamma 2 weighs the first drafted tokens, which decide
+    acceptance while a drafter is young.
+    """
     return TrainConfig(
         variant=DEFAULT_VARIANT,
         target=TargetConfig(path="tiny", num_features=3, dtype="bfloat16" if hardware.gpus else "float32"),
         drafter=DrafterConfig(
-            num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=384, block_size=8
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            intermediate_size=256,
+            block_size=8,
+            sliding_window=12,
+            sliding_layers=(0, 1),
         ),
         data=DataConfig(
-            token_budget=1024, block_slots=96, max_documents=8, max_document_tokens=512, heldout_documents=16
+            token_budget=512, block_slots=128, max_documents=8, max_document_tokens=512, heldout_documents=32
         ),
-        loss=LossConfig(chunk_rows=1024),
-        optim=OptimConfig(lr=2e-3),
+        loss=LossConfig(gamma=2.0, chunk_rows=1024),
+        optim=OptimConfig(lr=5e-3, betas=(0.9, 0.98)),
         topology=default_topology(hardware),
-        run=RunConfig(max_steps=400, log_every=10, eval_every=100, checkpoint_every=100, gate_deadline_s=300.0),
+        run=RunConfig(max_steps=500, log_every=10, eval_every=100, checkpoint_every=250, gate_deadline_s=300.0),
     )
 
 

@@ -24,6 +24,7 @@ SMALL: dict[str, str] = {
     "data.max_document_tokens": "96",
     "data.heldout_documents": "2",
     "drafter.num_layers": "1",
+    "drafter.sliding_layers": "0",
     "drafter.intermediate_size": "64",
     "drafter.num_heads": "2",
     "drafter.num_kv_heads": "1",

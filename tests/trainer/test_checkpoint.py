@@ -269,7 +269,7 @@ class TestAgreement:
 
     @pytest.mark.parametrize(
         ("key", "value"),
-        [("optim.lr", "1e-3"), ("data.token_budget", "256"), ("drafter.num_layers", "2"), ("run.seed", "1")],
+        [("optim.lr", "1e-3"), ("data.token_budget", "256"), ("drafter.intermediate_size", "32"), ("run.seed", "1")],
     )
     def test_everything_else_is_refused_by_name(self, key: str, value: str) -> None:
         with pytest.raises(CheckpointMismatch, match=key):
