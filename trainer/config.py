@@ -39,6 +39,9 @@ class TargetConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     allow_slow_kernels: bool = False
     """Run a hybrid target on a GPU without flash-linear-attention's kernels (many times slower)."""
+    packing: Literal["auto", "row", "documents"] = "auto"
+    """`row`: a packed row is one forward (refused where documents would leak into each other); `documents`: one
+    forward each; `auto`: `row` on a GPU where a trial shows no leak, else `documents`."""
 
     def __post_init__(self) -> None:
         _require(self.num_features >= 1, "target.num_features must be at least 1")

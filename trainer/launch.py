@@ -24,7 +24,8 @@ from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded, compare
 from trainer.config import ConfigError, TrainConfig, from_dict, to_dict
 from trainer.data.sources import DataError
 from trainer.metrics import End, Metrics, Start
-from trainer.model.targets import TargetError, load_target
+from trainer.model.target_models import TargetError
+from trainer.model.targets import load_target
 from trainer.pipeline import EXIT_DONE, EXIT_ERROR, Pipeline
 from trainer.signals import StopSignals
 from trainer.topology import cpu_notes, default_topology, probe_hardware

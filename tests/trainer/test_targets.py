@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 
 from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.packing import Document, pack
-from trainer.model.targets import TINY, Target, TargetError, load_target, target_layer_ids
+from trainer.model.target_models import TINY, TargetError
+from trainer.model.targets import Target, load_target, packing_leak, target_layer_ids
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,13 @@ def test_a_mask_token_outside_the_vocabulary_or_that_ends_text_is_refused(target
         target.mask_token(DrafterConfig(mask_token_id=token))
 
 
+def test_a_vocabulary_without_a_known_mask_token_asks_for_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "mask_token_id", None)
+    with pytest.raises(TargetError, match=r"set drafter\.mask_token_id"):
+        target.mask_token(DrafterConfig())
+    assert target.mask_token(DrafterConfig(mask_token_id=9)) == 9
+
+
 def test_drafter_shape_follows_the_target(target: Target) -> None:
     shape = target.drafter_shape(DrafterConfig())
     assert (shape.hidden_size, shape.vocab_size, shape.num_features) == (128, 264, 5)
@@ -159,3 +168,98 @@ def test_a_corrupt_checkpoint_says_so(tmp_path: Path) -> None:
         )
     with pytest.raises(TargetError, match="does not load"):
         load_target(TargetConfig(path=str(tmp_path)), "cpu")
+
+
+def other_target(kind: str, directory: Path) -> Path:
+    """A small random text model of another family, with the tiny tokenizer."""
+    import transformers
+
+    common = {
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+    if kind == "gemma3":
+        config = transformers.Gemma3TextConfig(**common, sliding_window=16, query_pre_attn_scalar=8)
+    elif kind == "qwen3":
+        config = transformers.Qwen3Config(**common, tie_word_embeddings=True)
+    else:
+        config = transformers.LlamaConfig(**common)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:  # loud enough that a leak shows
+            torch.nn.init.normal_(parameter, std=0.2 if "embed" in name else 0.15)
+    model.save_pretrained(directory)
+    for file in TINY.glob("tok*"):
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
+def test_other_families_in_one_forward_over_the_row(kind: str, tmp_path: Path) -> None:
+    """Captured states and packing of Qwen3, Llama and Gemma 3 (whose sliding window is shorter than a document).
+
+    Failed when the bounds were not set around the forward, and when the window was dropped.
+    """
+    path = other_target(kind, tmp_path)
+    target = load_target(TargetConfig(path=str(path), dtype="float32", num_features=3, packing="row"), "cpu")
+    assert target.packing == "row"
+    documents = [document(target, text) for text in TEXTS]
+    row = pack(documents, index=0, cursor={}, token_budget=400, block_slots=4, max_documents=5, run_seed=0)
+    states = target.hidden_states(row)
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    start = 0
+    for each in documents:
+        full = theirs.eval()(each.input_ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        expected = torch.cat([full[layer + 1][0] for layer in target.layer_ids], dim=-1)
+        assert torch.allclose(states[start : start + len(each)], expected, atol=1e-4, rtol=1e-4)
+        start += len(each)
+    embed = target.embed_VH[documents[0].input_ids]
+    assert torch.allclose(embed, theirs.get_input_embeddings()(documents[0].input_ids), atol=1e-5)
+    assert torch.equal(target.head_VH, theirs.get_output_embeddings().weight)
+    assert target.rope_theta == (1e6 if kind == "gemma3" else 1e4)
+
+
+def test_a_hybrid_that_would_leak_is_refused_in_one_forward_and_runs_by_document(target: Target) -> None:
+    """Without the packed kernels the recurrent state crosses documents; nothing may run that way."""
+    leak = packing_leak(target)
+    assert leak is not None
+    assert target.packing == "documents"
+    with pytest.raises(TargetError, match="does not keep packed documents apart"):
+        load_target(TargetConfig(dtype="float32", packing="row"), "cpu")
+
+
+def test_a_leak_is_seen(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial itself: one forward that ignores the bounds differs, one that keeps them does not."""
+
+    def leaking(ids: torch.Tensor, positions: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        return target.document_states(ids)
+
+    def exact(ids: torch.Tensor, positions: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        return torch.cat([target.document_states(ids[a:b]) for a, b in itertools.pairwise(bounds)])
+
+    monkeypatch.setattr(target, "row_states", leaking)
+    assert "differ by" in str(packing_leak(target))
+    monkeypatch.setattr(target, "row_states", exact)
+    assert packing_leak(target) is None
+
+
+def test_states_that_are_not_finite_are_refused() -> None:
+    broken = load_target(TargetConfig(dtype="float32"), "cpu")
+    broken.model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    row = pack(
+        [document(broken, TEXTS[2])], index=3, cursor={}, token_budget=9, block_slots=1, max_documents=1, run_seed=0
+    )
+    with pytest.raises(TargetError, match="not finite in batch 3"):
+        broken.hidden_states(row)

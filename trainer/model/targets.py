@@ -6,67 +6,32 @@ A captured state is the OUTPUT of decoder layer `id` (0-based), residual include
 norm: transformers' `hidden_states[id + 1]`. The forward runs on a trunk that ends after the last captured
 layer; it shares the layers with the whole model and skips final norm, head and cache.
 
-Documents of a packed row must not see each other. Run one by one they cannot, so that is what happens
-wherever a kernel would carry state across (every CPU run: the reference GatedDeltaNet ignores bounds).
+Documents of a packed row must not see each other. Run one by one they cannot. In one forward they do not
+either where every mixer takes their bounds: attention here is our own (document_attention.py), GatedDeltaNet
+needs both flash-linear-attention and causal-conv1d. Whether a model keeps documents apart is tried out when
+it is loaded, never assumed.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.batch import PackedBatch
+from trainer.model.document_attention import document_bounds
 from trainer.model.drafter import DrafterShape
-from trainer.model.kernels import slow_kernel_reason
-
-TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+from trainer.model.target_models import Captured, TargetError, make_trunk, random_model, stored_model
 
 KNOWN_MASK_TOKENS = {"qwen3": 151669, "qwen3_5_text": 248070}
 """Rows of published vocabularies that never occur in text, by model type."""
 
-SHAPES: dict[str, dict[str, Any]] = {
-    # Qwen3.5-27B's text body, from its public configuration.
-    "27b": {
-        "vocab_size": 248320,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "max_position_embeddings": 262144,
-    },
-    # A body of the same kind that fits beside other work: for trials of the pipeline at speed.
-    "1b": {
-        "vocab_size": 32768,
-        "hidden_size": 1536,
-        "intermediate_size": 4608,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 8,
-        "linear_num_value_heads": 16,
-        "max_position_embeddings": 32768,
-    },
-}
-SHAPE_ROPE_THETA = 1e7
-
 _load_lock = threading.Lock()  # transformers sets the process-wide default dtype while it builds a model
-
-
-class TargetError(ValueError):
-    """A target that cannot be used; the message says what, why and what to do."""
 
 
 def target_layer_ids(num_layers: int, num_features: int) -> tuple[int, ...]:
@@ -86,12 +51,6 @@ def target_layer_ids(num_layers: int, num_features: int) -> tuple[int, ...]:
     return ids
 
 
-class _Captured(threading.local):
-    """Where the layer hooks put their outputs: one list for each thread, None when nobody asked."""
-
-    states: dict[int, torch.Tensor] | None = None
-
-
 @dataclass
 class Target:
     """A loaded target. Frozen, in evaluation mode; safe to call from several threads of one device."""
@@ -107,8 +66,10 @@ class Target:
     num_layers: int
     embed_VH: torch.Tensor
     head_VH: torch.Tensor
+    packing: Literal["row", "documents"]
+    """How a packed row runs: in one forward, or document by document."""
     _trunk: nn.Module = field(repr=False)
-    _captured: _Captured = field(repr=False)
+    _captured: Captured = field(repr=False)
 
     @property
     def hidden_size(self) -> int:
@@ -133,10 +94,37 @@ class Target:
     @torch.no_grad()
     def document_states(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """Captured states [T, K*H] of one document, on the target's device."""
+        return self._run(input_ids=input_ids_T.to(self.device)[None], use_cache=False)
+
+    @torch.no_grad()
+    def row_states(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+        """Captured states [T, K*H] of documents [bounds[i], bounds[i+1]) in one forward, which must cover all T."""
+        device = self.device
+        kwargs: dict[str, Any] = {}
+        if is_hybrid(self.model):
+            lengths = torch.tensor([b - a for a, b in itertools.pairwise(bounds)])
+            cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+            seq_idx = torch.repeat_interleave(torch.arange(lengths.numel(), dtype=torch.int32), lengths)
+            kwargs = {
+                "cu_seq_lens_q": cu_seqlens,
+                "cu_seq_lens_k": cu_seqlens,
+                "max_length_q": int(lengths.max()),
+                "max_length_k": int(lengths.max()),
+                "seq_idx": seq_idx[None].to(device),
+            }
+        with document_bounds(bounds):
+            return self._run(
+                input_ids=input_ids_T.to(device)[None],
+                position_ids=positions_T.to(device)[None],
+                use_cache=False,
+                **kwargs,
+            )
+
+    def _run(self, **inputs: Any) -> torch.Tensor:
         states: dict[int, torch.Tensor] = {}
         self._captured.states = states
         try:
-            self._trunk(input_ids=input_ids_T.to(self.device)[None], use_cache=False)
+            self._trunk(**inputs)
         finally:
             self._captured.states = None
         return torch.cat([states[i][0] for i in self.layer_ids], dim=-1)
@@ -145,16 +133,27 @@ class Target:
     def hidden_states(self, packed: PackedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Captured states [T, K*H] of a packed row, each document as if alone; padding is zero.
 
-        `out` is written and returned when given (a persistent buffer on the target's device).
+        `out` is written and returned when given (a persistent buffer on the target's device). On a CPU, raises
+        TargetError when a state is not finite; on a GPU that check would wait for the device, and a step whose
+        gradient is not finite is skipped instead.
         """
         rows = packed.input_ids_T.shape[0]
         if out is None:
             size = (rows, self.num_features * self.hidden_size)
             out = torch.empty(size, dtype=self.dtype, device=self.device)
         bounds = packed.cu_seqlens_D1[: packed.documents + 1].tolist()
-        for start, end in itertools.pairwise(bounds):
-            out[start:end] = self.document_states(packed.input_ids_T[start:end])
-        out[bounds[-1] :] = 0
+        end = bounds[-1]
+        if self.packing == "row" and end > 0:
+            out[:end] = self.row_states(packed.input_ids_T[:end], packed.positions_T[:end], bounds)
+        else:
+            for a, b in itertools.pairwise(bounds):
+                out[a:b] = self.document_states(packed.input_ids_T[a:b])
+        out[end:] = 0
+        if self.device.type == "cpu" and not bool(out.isfinite().all()):
+            raise TargetError(
+                f"{self.name} gave hidden states that are not finite in batch {packed.index}; its weights are damaged "
+                f"or {str(self.dtype).removeprefix('torch.')} is too narrow for it (set target.dtype)"
+            )
         return out
 
     def mask_token(self, config: DrafterConfig) -> int:
@@ -199,9 +198,9 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
     quiet.disable_progress_bar()
     with _load_lock:
         if config.path.startswith("shape:"):
-            model, tokenizer = _random_model(config, device)
+            model, tokenizer = random_model(config, device)
         else:
-            model, tokenizer = _stored_model(config, device)
+            model, tokenizer = stored_model(config, device)
     model.eval().requires_grad_(False)
     text_config = model.config.get_text_config()
     num_layers = int(text_config.num_hidden_layers)
@@ -213,8 +212,8 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
     embedding = model.get_input_embeddings()
     scale = getattr(embedding, "embed_scale", None)  # Gemma multiplies its embeddings
     embed_VH = embedding.weight if scale is None else embedding.weight * scale.to(embedding.weight.dtype)
-    captured = _Captured()
-    return Target(
+    captured = Captured()
+    target = Target(
         name=config.path,
         model=model,
         tokenizer=tokenizer,
@@ -224,86 +223,51 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
         num_layers=num_layers,
         embed_VH=embed_VH,
         head_VH=model.get_output_embeddings().weight,
-        _trunk=_make_trunk(model, layer_ids, captured),
+        packing="documents",
+        _trunk=make_trunk(model, layer_ids, captured),
         _captured=captured,
     )
+    target.packing = _choose_packing(config, target)
+    return target
 
 
-def _stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def is_hybrid(model: Any) -> bool:
+    """Whether some layers carry a recurrent state (GatedDeltaNet) instead of attending."""
+    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
-    path = TINY if config.path == "tiny" else Path(config.path).expanduser()
-    if not (path / "config.json").is_file():
+
+def _choose_packing(config: TargetConfig, target: Target) -> Literal["row", "documents"]:
+    """Try a row of three documents against the same documents alone. Raises TargetError where `row` would leak."""
+    if config.packing == "documents" or (config.packing == "auto" and target.device.type == "cpu"):
+        return "documents"
+    leak = packing_leak(target)
+    if leak is None:
+        return "row"
+    if config.packing == "row":
         raise TargetError(
-            f"target.path {config.path!r} has no config.json: expected `tiny`, `shape:27b`, or a directory with a "
-            "transformers checkpoint"
+            f"{target.name} does not keep packed documents apart ({leak}); install flash-linear-attention and "
+            "causal-conv1d where the target is a hybrid, or set target.packing=documents"
         )
+    return "documents"
+
+
+def packing_leak(target: Target) -> str | None:
+    """How a packed row differs from its documents alone; None where it does not."""
+    lengths = (70, 5, 130)  # around a chunk of the linear attention, and shorter than its convolution's reach
+    generator = torch.Generator().manual_seed(0)
+    ids_T = torch.randint(0, target.vocab_size, (sum(lengths),), generator=generator)
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    bounds = [0, *itertools.accumulate(lengths)]
+    alone_TKH = torch.cat([target.document_states(ids_T[a:b]) for a, b in itertools.pairwise(bounds)]).float()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, config.dtype), local_files_only=True, low_cpu_mem_usage=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
-    _refuse_slow_kernels(config, model.config.get_text_config(), device)
-    return model.to(device), tokenizer
-
-
-def _random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    name = config.path.removeprefix("shape:")
-    if name not in SHAPES:
-        raise TargetError(f"target.path {config.path!r}: known shapes are {', '.join(f'shape:{s}' for s in SHAPES)}")
-    rope = {
-        "rope_type": "default",
-        "rope_theta": SHAPE_ROPE_THETA,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
-        "mrope_interleaved": True,
-    }
-    shape = Qwen3_5TextConfig(**SHAPES[name], rope_parameters=rope, tie_word_embeddings=False)
-    _refuse_slow_kernels(config, shape, device)
-    build: Any = Qwen3_5ForCausalLM._from_config  # unannotated in transformers
-    # Built on the device itself: 27B parameters never pass through host memory.
-    with torch.device(device):
-        model: Any = build(shape, dtype=getattr(torch, config.dtype))
-    return model, AutoTokenizer.from_pretrained(TINY, local_files_only=True)
-
-
-def _refuse_slow_kernels(config: TargetConfig, text_config: Any, device: torch.device) -> None:
-    if config.allow_slow_kernels:
-        return
-    reason = slow_kernel_reason(getattr(text_config, "layer_types", None) or (), device)
-    if reason is not None:
-        raise TargetError(f"target.path {config.path!r}: {reason}")
-
-
-def _make_trunk(model: Any, layer_ids: tuple[int, ...], captured: _Captured) -> nn.Module:
-    """The text body up to the last captured layer, sharing its modules with `model`, with capture hooks."""
-    body = model.base_model
-    body = getattr(body, "language_model", body)
-    layers = getattr(body, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise TargetError(f"{type(model).__name__} has no list of decoder layers where this trainer looks for one")
-
-    def hook_for(layer_id: int) -> Any:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if captured.states is not None:
-                captured.states[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return keep
-
-    for layer_id in layer_ids:
-        layers[layer_id].register_forward_hook(hook_for(layer_id))
-    trunk = copy.copy(body)
-    trunk._modules = dict(body._modules)
-    trunk.config = copy.deepcopy(body.config)
-    trunk.config.num_hidden_layers = layer_ids[-1] + 1
-    trunk.layers = nn.ModuleList(layers[: layer_ids[-1] + 1])
-    trunk.norm = nn.Identity()
-    return trunk  # type: ignore[no-any-return]
+        row_TKH = target.row_states(ids_T, positions_T, bounds).float()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"one forward over several documents is refused: {error}"
+    # Different tile shapes round differently; a leak is of the size of the states themselves.
+    tolerance = 1e-4 if target.dtype == torch.float32 else 5e-2
+    error_T = (row_TKH - alone_TKH).norm(dim=1) / alone_TKH.norm(dim=1).clamp(min=1e-6)
+    worst = float(error_T.max())
+    return None if worst <= tolerance else f"states differ by {worst:.1%} from the documents alone"
 
 
 def _rope_theta(text_config: Any) -> float:

@@ -1,0 +1,136 @@
+"""Building the target's transformers model: from a directory, from random weights, and cut to its trunk."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import TargetConfig
+from trainer.model.document_attention import register
+from trainer.model.kernels import slow_kernel_reason
+
+TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # Qwen3.5-27B's text body, from its public configuration.
+    "27b": {
+        "vocab_size": 248320,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "max_position_embeddings": 262144,
+    },
+    # A body of the same kind that fits beside other work: for trials of the pipeline at speed.
+    "1b": {
+        "vocab_size": 32768,
+        "hidden_size": 1536,
+        "intermediate_size": 4608,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "max_position_embeddings": 32768,
+    },
+}
+SHAPE_ROPE_THETA = 1e7
+
+
+class TargetError(ValueError):
+    """A target that cannot be used; the message says what, why and what to do."""
+
+
+class Captured(threading.local):
+    """Where the layer hooks put their outputs: one list for each thread, None when nobody asked."""
+
+    states: dict[int, torch.Tensor] | None = None
+
+
+def stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
+    """Model and tokenizer of a directory. Raises TargetError."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = TINY if config.path == "tiny" else Path(config.path).expanduser()
+    if not (path / "config.json").is_file():
+        raise TargetError(
+            f"target.path {config.path!r} has no config.json: expected `tiny`, `shape:27b`, or a directory with a "
+            "transformers checkpoint"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, config.dtype), local_files_only=True, attn_implementation=register()
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
+    _refuse_slow_kernels(config, model.config.get_text_config(), device)
+    return model.to(device), tokenizer
+
+
+def random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
+    """A hybrid of a published shape with random weights, and the tiny tokenizer. Raises TargetError."""
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    name = config.path.removeprefix("shape:")
+    if name not in SHAPES:
+        raise TargetError(f"target.path {config.path!r}: known shapes are {', '.join(f'shape:{s}' for s in SHAPES)}")
+    rope = {
+        "rope_type": "default",
+        "rope_theta": SHAPE_ROPE_THETA,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    }
+    shape = Qwen3_5TextConfig(**SHAPES[name], rope_parameters=rope, tie_word_embeddings=False)
+    _refuse_slow_kernels(config, shape, device)
+    build: Any = Qwen3_5ForCausalLM._from_config  # unannotated in transformers
+    # Built on the device itself: 27B parameters never pass through host memory.
+    with torch.device(device):
+        model: Any = build(shape, dtype=getattr(torch, config.dtype), attn_implementation=register())
+    return model, AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+
+
+def _refuse_slow_kernels(config: TargetConfig, text_config: Any, device: torch.device) -> None:
+    if config.allow_slow_kernels:
+        return
+    reason = slow_kernel_reason(getattr(text_config, "layer_types", None) or (), device)
+    if reason is not None:
+        raise TargetError(f"target.path {config.path!r}: {reason}")
+
+
+def make_trunk(model: Any, layer_ids: tuple[int, ...], captured: Captured) -> nn.Module:
+    """The text body up to the last captured layer, sharing its modules with `model`, with capture hooks."""
+    body = model.base_model
+    body = getattr(body, "language_model", body)
+    layers = getattr(body, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise TargetError(f"{type(model).__name__} has no list of decoder layers where this trainer looks for one")
+
+    def hook_for(layer_id: int) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if captured.states is not None:
+                captured.states[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+    for layer_id in layer_ids:
+        layers[layer_id].register_forward_hook(hook_for(layer_id))
+    trunk = copy.copy(body)
+    trunk._modules = dict(body._modules)
+    trunk.config = copy.deepcopy(body.config)
+    trunk.config.num_hidden_layers = layer_ids[-1] + 1
+    trunk.layers = nn.ModuleList(layers[: layer_ids[-1] + 1])
+    trunk.norm = nn.Identity()
+    return trunk  # type: ignore[no-any-return]
