@@ -12,13 +12,14 @@ from rich.live import Live
 
 from dflash_ops import console, dashboard, pages
 from dflash_ops import diagnose as diagnosing
+from dflash_ops import doctor as examining
 from dflash_ops import pull as pulling
 from dflash_ops import watch as watching
-from dflash_ops.agent import verbs
+from dflash_ops.agent import records, verbs
 from dflash_ops.agent.snapshot import WatchRequest
 from dflash_ops.connect import connect, open_transport
 from dflash_ops.diagnose import Finding
-from dflash_ops.errors import INTERRUPTED, UsageError
+from dflash_ops.errors import INTERRUPTED, EnvironmentUnfit, UsageError
 from dflash_ops.executor import TargetContext
 from dflash_ops.remote import Place, Remote
 from dflash_ops.scrub import scrub
@@ -44,6 +45,28 @@ def diagnose(c: TargetContext, run: str = "", json: bool = False, evidence: str 
         for line in diagnosing.describe(finding, fab):
             console.say(line)
     return 0
+
+
+@verb()
+def doctor(c: TargetContext, quick: bool = False, json: bool = False) -> int:
+    """Look at laptop, host and container, a fix for each fault; --quick skips torch, --json. Exits 24 on a fault."""
+    target = only(c, "doctor")
+    found = examining.examine(target, connect(target), quick=quick)
+    if json:
+        console.show_json(
+            {"target": target.name, "fit": found.fit, "lines": [records.dump(line) for line in found.lines]}
+        )
+    else:
+        console.table(
+            ("where", "what", "verdict", "found"),
+            [(line.place, line.name, line.verdict, line.detail) for line in found.lines],
+        )
+        for line in found.lines:
+            if line.verdict != "ok" and line.fix:
+                console.say(f"{line.place} {line.name}: {line.fix}")
+    if found.error is not None:
+        raise found.error
+    return 0 if found.fit else EnvironmentUnfit.exit_code
 
 
 @verb()

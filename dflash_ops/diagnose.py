@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_ops.agent.evidence import EvidenceAnswer, EvidenceRequest
+from dflash_ops.agent.gpu_facts import GpuFacts
 from dflash_ops.agent.runs import RunStatus
+from dflash_ops.agent.verbs import Probed, ProbeRequest
+from dflash_ops.connect import connect_host
 from dflash_ops.errors import OpsError, UsageError
-from dflash_ops.incidents import Diagnosis, Evidence, Line, NoMatch, diagnose
+from dflash_ops.incidents import Diagnosis, Evidence, Excerpt, Line, NoMatch, Source, diagnose
 from dflash_ops.remote import Remote
 from dflash_ops.scrub import scrub
 from dflash_ops.settings import Target
@@ -41,8 +44,22 @@ def find(target: Target, remote: Remote, run_id: str) -> Finding:
     except OpsError as error:
         evidence = Evidence.of(failure=failure_text(error))
         return Finding(target.name, None, evidence, diagnose(evidence))
-    evidence = answer.evidence()
+    excerpts = [*answer.evidence().excerpts, *_host_kernel_log(remote)]
+    evidence = Evidence(tuple(excerpts))
     return Finding(target.name, answer.run, evidence, diagnose(evidence))
+
+
+def _host_kernel_log(remote: Remote) -> list[Excerpt]:
+    """Driver faults that the machine below the container has logged; a container cannot read them itself."""
+    host = connect_host(remote)
+    if host is None:
+        return []
+    try:
+        facts = host.call("probe-host", ProbeRequest(samples=1), Probed, deadline=DEADLINE_S).facts
+        lines = GpuFacts.from_json(facts).kernel_log
+    except OpsError:
+        return []  # the container has answered: what the host could add is not worth failing for
+    return [Excerpt(Source.KERNEL, "\n".join(lines))] if lines else []
 
 
 def replay(target: str, bundle: str) -> Finding:

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from dflash_ops.agent import (
     cache,
+    doctor,
     evidence,
     files,
     gate,
@@ -262,6 +263,14 @@ def _probe_host(call: Call) -> Probed:
     return Probed(gpus.probe("host", samples=records.load(ProbeRequest, call.params).samples).to_json())
 
 
+def _doctor(call: Call) -> doctor.Examined:
+    return doctor.container(call.layout, records.load(doctor.DoctorRequest, call.params))
+
+
+def _doctor_host(call: Call) -> doctor.Examined:
+    return doctor.host()
+
+
 def _watch(call: Call) -> snapshot.WatchEnd:
     return snapshot.watch(call.layout, records.load(snapshot.WatchRequest, call.params), call.emit)
 
@@ -321,6 +330,8 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "gpus": _as_json(_gpus),
     "evidence": _as_json(_evidence),
     "probe-host": _as_json(_probe_host),
+    "doctor": _as_json(_doctor),
+    "doctor-host": _as_json(_doctor_host),
     "watch": _as_json(_watch),
     "files": _as_json(_files),
     "fetch": _as_json(_fetch),
