@@ -68,6 +68,8 @@ class RunFacts:
     trainer_pid: int | None = None
     exit: ExitFacts | None = None
     stop_requested: bool = False
+    restarting: int | None = None
+    """The attempt that has crashed, while its supervisor waits to start the next one."""
     oom_kills: int | None = None
     """The kernel's kills for memory since launch, where that can be read."""
 
@@ -104,6 +106,8 @@ def assess(facts: RunFacts, events: Sequence[Event], policy: StallPolicy | None 
         return Health(State.LOST, gone)
     if facts.supervisor_alive is None:
         return Health(State.STARTING, "the launcher is handing over")
+    if facts.restarting is not None and not facts.trainer_alive:
+        return Health(State.STARTING, f"attempt {facts.restarting} crashed, the next one is about to begin")
     if not facts.trainer_alive and not events:
         return Health(State.STARTING, "the supervisor is starting the trainer")
     if facts.trainer_alive is False:

@@ -46,6 +46,8 @@ class LaunchOptions:
     """`key=value`, as given to --set."""
     resume: str = ""
     keep_cache: bool = False
+    keep_alive: int = 0
+    """How many times the supervisor may start a crashed run again."""
     launcher: str = ""
 
 
@@ -59,6 +61,7 @@ def launch(remote: Remote, target: Target, options: LaunchOptions, who: str, say
         overrides=overrides,
         resume=options.resume,
         keep_cache=options.keep_cache,
+        keep_alive=options.keep_alive,
         launcher=_launcher(options.launcher) or target.launcher,
         session=target.session,
         env=dict(target.env),

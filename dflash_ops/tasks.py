@@ -111,10 +111,12 @@ def launch(
     set: list[str] | None = None,  # the flag is --set; a default of () would make Invoke split each word
     resume: str = "",
     keep_cache: bool = False,
+    keep_alive: str = "0",
     launcher: str = "",
 ) -> int:
-    """Start a run behind the gate, detached; --variant, --set k=v, --resume RUN|auto, --keep-cache."""
-    options = launching.LaunchOptions(variant, tuple(set or ()), resume, keep_cache, launcher)
+    """Start a run behind the gate, detached; --variant, --set k=v, --resume RUN|auto, --keep-cache, --keep-alive N."""
+    restarts = _count("--keep-alive", keep_alive, 0, 100)
+    options = launching.LaunchOptions(variant, tuple(set or ()), resume, keep_cache, restarts, launcher)
 
     def one(target: Target, remote: Remote) -> int:
         done = launching.launch(remote, target, options, who(), lambda text: _say(c, target, text))

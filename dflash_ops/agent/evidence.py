@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_ops.agent import gpus, machine, nvidia_smi, process, runs
+from dflash_ops.agent import gpus, machine, nvidia_smi, process, records, runs
 from dflash_ops.agent.gpu_facts import OK
 from dflash_ops.agent.layout import Layout
-from dflash_ops.agent.runs import RunStatus
+from dflash_ops.agent.runs import ExitRecord, RunStatus
 from dflash_ops.incidents.evidence import Evidence, Excerpt, Source
 
 LOG_HEAD = 1 << 14
@@ -19,6 +20,7 @@ LOG_HEAD = 1 << 14
 LOG_TAIL = 1 << 19
 METRICS_TAIL = 1 << 15
 THROTTLE_SAMPLE_S = 1.0
+RECENT_S = 120.0
 KERNEL_LINE = re.compile(r"NVRM|Xid|oom|out of memory|fallen off", re.IGNORECASE)
 
 
@@ -58,6 +60,18 @@ def collect(layout: Layout, request: EvidenceRequest) -> EvidenceAnswer:
     if status is not None:
         texts += of_run(Path(status.directory))
     texts.append(ExcerptRecord(Source.FACTS, "\n".join(_facts(layout, status, request))))
+    texts += _machine_texts(status.created_at if status is not None else 0.0)
+    return EvidenceAnswer(status, tuple(texts))
+
+
+def of_machine(end: ExitRecord) -> list[ExcerptRecord]:
+    """What the supervisor adds right after a crash: the ending itself, the cards, the kernel's last words."""
+    said = ExcerptRecord(Source.EXIT, json.dumps(records.dump(end)))
+    return [said, *_machine_texts(end.ended_at - RECENT_S)]
+
+
+def _machine_texts(since: float) -> list[ExcerptRecord]:
+    texts = []
     if (smi := gpus.find_program()) is not None:
         try:
             said = nvidia_smi.ask([smi], 10.0)
@@ -65,17 +79,17 @@ def collect(layout: Layout, request: EvidenceRequest) -> EvidenceAnswer:
             said = str(fault)
         texts.append(ExcerptRecord(Source.GPU, said))
     kernel = machine.said_by(["dmesg"], 5.0, keep=1 << 20) or ""
-    told = [line for line in kernel.splitlines() if KERNEL_LINE.search(line)]
-    if told and status is not None:
-        told = [line for line in told if _since(line, status.created_at)]
+    told = [line for line in kernel.splitlines() if KERNEL_LINE.search(line) and _since(line, since)]
     if told:
         texts.append(ExcerptRecord(Source.KERNEL, "\n".join(told[-50:])))
-    return EvidenceAnswer(status, tuple(texts))
+    return texts
 
 
 def of_run(directory: Path) -> list[ExcerptRecord]:
-    """The files of one run directory."""
-    found = _tail(directory / "train.log", Source.LOG, LOG_TAIL, head=LOG_HEAD)
+    """The files of one run directory; the log is the newest attempt's."""
+    record = runs.read_run(directory)
+    log = Path(record.log).name if record is not None else "train.log"
+    found = _tail(directory / log, Source.LOG, LOG_TAIL, head=LOG_HEAD)
     found += _tail(directory / "metrics.jsonl", Source.METRICS, METRICS_TAIL)
     for name, source in (("exit.json", Source.EXIT), ("run.json", Source.RUN)):
         found += _tail(directory / name, source, METRICS_TAIL)

@@ -65,8 +65,13 @@ def follow(layout: Layout, request: FollowRequest, emit: Callable[[Event], bool]
                 return FollowEnd(position.offset, status)
             beaten = now
         if now - asked >= STATE_POLL_S:
-            status = runs.find(layout, request.run_id) or status
+            status = runs.find(layout, status.run_id) or status
             asked = now
+            if status.log != str(path):
+                position.send_new()
+                path = Path(status.log)
+                position = _Position(path, emit)
+                emit(Progress(f"attempt {status.attempt} has begun; its own log follows"))
             if not status.live:
                 continue
         time.sleep(POLL_S)

@@ -38,6 +38,8 @@ class Assignment:
     env: dict[str, str]
     header: tuple[str, ...]
     """Lines that open the log."""
+    keep_alive: int = 0
+    """How many restarts by itself the operator allows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class LaunchRequest:
     resume: str = ""
     """A run id, `auto` (the newest run with a checkpoint), or empty."""
     keep_cache: bool = False
+    keep_alive: int = 0
     launcher: str = "auto"
     session: str = "dflash"
     env: dict[str, str] = field(default_factory=dict)
@@ -106,6 +107,7 @@ def launch(layout: Layout, request: LaunchRequest, say: Say) -> LaunchResult:
             cwd=str(release),
             env=env,
             header=_header(record, report, config),
+            keep_alive=request.keep_alive,
         )
         return _start(layout, record, assignment, descriptor, report, say)
     except OSError as error:
@@ -185,6 +187,7 @@ def _write_record(layout: Layout, request: LaunchRequest, plan: _Plan, env: dict
         overrides=plan.overrides,
         resumed_from=plan.resumed_from,
         env_names=tuple(sorted(env)),
+        keep_alive=request.keep_alive,
     )
     runs.write_run(directory, record)
     (directory / "train.log").touch(mode=0o644)

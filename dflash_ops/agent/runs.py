@@ -49,6 +49,10 @@ class RunRecord:
     supervisor: Identity | None = None
     trainer: Identity | None = None
     started_at: float | None = None
+    keep_alive: int = 0
+    """How many restarts by itself the operator allows."""
+    attempt: int = 1
+    """Which life of the trainer this is; `log` is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class RunStatus:
     signal: str | None = None
     latest: Latest = field(default_factory=Latest)
     overrides: dict[str, str] = field(default_factory=dict)
+    attempt: int = 1
 
     @property
     def live(self) -> bool:
@@ -186,6 +191,7 @@ def derive(record: RunRecord, directory: Path) -> RunStatus:
         signal=end.signal if end else None,
         latest=_latest(events),
         overrides=record.overrides,
+        attempt=record.attempt,
     )
 
 
@@ -200,6 +206,12 @@ def checkpoint_names(directory: Path) -> list[str]:
 
 def newest_checkpoint_name(directory: Path) -> str | None:
     return next(reversed(checkpoint_names(directory)), None)
+
+
+def newest_step(directory: Path) -> int:
+    """The step of the newest checkpoint; -1 where there is none."""
+    name = newest_checkpoint_name(directory)
+    return int(name[5:]) if name else -1
 
 
 def read_events(directory: Path, tail: int = METRICS_TAIL) -> tuple[Event, ...]:
@@ -229,6 +241,7 @@ def _facts(record: RunRecord, end: ExitRecord | None) -> RunFacts:
         trainer_pid=record.trainer.pid if record.trainer else None,
         exit=ExitFacts(end.code, end.signal, end.oom_kills, bool(end.forwarded), end.reason) if end else None,
         stop_requested=record.state == "stopping",
+        restarting=record.attempt if record.state == "restarting" else None,
     )
 
 

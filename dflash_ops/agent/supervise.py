@@ -1,4 +1,5 @@
-"""The supervisor: owns the trainer's process, passes TERM and HUP on, and records how it ended.
+"""The supervisor: owns the trainer's process, passes TERM and HUP on, starts it again where that was asked for
+(`keep_alive`), and records how it ended.
 
 It starts in a tmux pane, a systemd unit or a session of its own, takes the run and the launch lock from the launch
 (`handover`), and stays until the trainer has ended. The trainer inherits the lock: as long as either lives, no
@@ -16,6 +17,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,15 +25,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from dflash_ops.agent import gpu_log, handover, process, runs
+from dflash_ops.agent import evidence, files, gpu_log, handover, keep_alive, process, runs
 from dflash_ops.agent.handover import Assignment, Taken
+from dflash_ops.agent.keep_alive import Attempt
+from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.runs import ExitRecord
 from dflash_ops.errors import OpsError
+from dflash_ops.incidents import Diagnosis, NoMatch, diagnose
 
 HANDOVER_S = 30.0
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+
+
+def attempt_log(number: int) -> str:
+    """The log of the first life of a run is train.log; each later one has its own."""
+    return "train.log" if number == 1 else f"train-{number}.log"
 
 
 class Supervisor:
@@ -54,29 +64,66 @@ class Supervisor:
         except (OSError, OpsError, ValueError) as error:
             print(f"dflash: no run to supervise: {error}", file=sys.stderr)
             return 14
-        directory = self._directory = Path(assignment.directory)
-        oom_before = process.oom_kills()
-        with (directory / "train.log").open("ab", buffering=0) as log:
-            try:
-                trainer = self._start(assignment, lock, log.fileno())
-                self._record_start(directory, trainer.pid)
-            except OSError as error:
-                end = ExitRecord(127, None, time.time(), process.boot(), reason=f"the trainer cannot start: {error}")
-                _say(log.fileno(), end.reason)
-                runs.write_exit(directory, end)
-                handover.answer(connection, Taken(None, str(error)))
-                return 1
-            handover.answer(connection, Taken(trainer.pid))
-            # A launch that gave up waiting has written a failure; the run lives, so that record is wrong.
-            (directory / "exit.json").unlink(missing_ok=True)
-            with _viewer(directory):
-                returncode = self._wait(trainer)
-            end = self._ended(returncode, oom_before)
-            _say(log.fileno(), f"the trainer ended: {_ending(end)}")
-            _write_exit(directory, end)
+        self._directory = Path(assignment.directory)
+        attempts: list[Attempt] = []
+        while True:
+            attempt = len(attempts) + 1
+            with (self._directory / attempt_log(attempt)).open("ab", buffering=0) as log:
+                oom_before = process.oom_kills()
+                try:
+                    trainer = self._start(assignment, lock, log.fileno())
+                    self._record_start(trainer.pid, attempt)
+                except OSError as error:
+                    return self._cannot_start(error, log.fileno(), connection if attempt == 1 else None)
+                if attempt == 1:
+                    handover.answer(connection, Taken(trainer.pid))
+                    # A launch that gave up waiting has written a failure; the run lives, so that record is wrong.
+                    (self._directory / "exit.json").unlink(missing_ok=True)
+                with _viewer(Path(log.name)):
+                    returncode = self._wait(trainer)
+                end = self._ended(returncode, oom_before)
+                _say(log.fileno(), f"the trainer ended: {_ending(end)}")
+                attempts.append(Attempt(end, runs.newest_step(self._directory)))
+                decision = self._decide(assignment, attempts)
+                if end.code != 0 and assignment.keep_alive:
+                    _say(
+                        log.fileno(),
+                        f"{'starting again' if decision.again else 'not starting again'}: {decision.reason}",
+                    )
+            if not decision.again or not self._wait_for_next(decision.wait_s):
+                break
+            if attempts[-1].saved >= 0:
+                assignment = dataclasses.replace(assignment, argv=keep_alive.with_resume(assignment.argv))
+        _write_exit(self._directory, end)
         with contextlib.suppress(OSError):
-            print(f"\n[dflash] {directory.name} ended: {_ending(end)}")
+            print(f"\n[dflash] {self._directory.name} ended: {_ending(end)}")
         return 0
+
+    def _cannot_start(self, error: OSError, log: int, connection: socket.socket | None) -> int:
+        assert self._directory is not None
+        end = ExitRecord(127, None, time.time(), process.boot(), reason=f"the trainer cannot start: {error}")
+        _say(log, end.reason)
+        runs.write_exit(self._directory, end)
+        if connection is not None:
+            handover.answer(connection, Taken(None, str(error)))
+        return 1
+
+    def _decide(self, assignment: Assignment, attempts: list[Attempt]) -> keep_alive.Decision:
+        """Diagnose only where it matters: reading the evidence takes a moment."""
+        assert self._directory is not None
+        verdict: Diagnosis | NoMatch = NoMatch(())
+        if attempts[-1].end.code != 0 and assignment.keep_alive and not self._asked:
+            found = [*evidence.of_run(self._directory), *evidence.of_machine(attempts[-1].end)]
+            verdict = diagnose(evidence.EvidenceAnswer(None, tuple(found)).evidence())
+        return keep_alive.decide(assignment.keep_alive, attempts, verdict, stopping=bool(self._asked))
+
+    def _wait_for_next(self, seconds: float) -> bool:
+        """Wait before the next attempt; False when a signal to stop came."""
+        self._record_state("restarting")
+        ends_at = time.monotonic() + seconds
+        while not self._asked and time.monotonic() < ends_at:
+            time.sleep(0.05)
+        return not self._asked
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -113,19 +160,26 @@ class Supervisor:
             trainer.send_signal(signal.Signals[self._asked[0]])
         return trainer
 
-    def _record_start(self, directory: Path, pid: int) -> None:
-        record = runs.read_run(directory)
-        if record is not None:
-            runs.write_run(
-                directory,
-                dataclasses.replace(
-                    record,
-                    state="started",
-                    supervisor=process.identify(os.getpid()),
-                    trainer=process.identify(pid),
-                    started_at=time.time(),
-                ),
-            )
+    def _record_start(self, pid: int, number: int) -> None:
+        record = runs.read_run(self._directory) if self._directory is not None else None
+        if self._directory is None or record is None:
+            return
+        log = self._directory / attempt_log(number)
+        runs.write_run(
+            self._directory,
+            dataclasses.replace(
+                record,
+                state="started",
+                supervisor=process.identify(os.getpid()),
+                trainer=process.identify(pid),
+                started_at=time.time(),
+                attempt=number,
+                log=str(log),
+            ),
+        )
+        if number > 1:
+            newest = Layout(self._directory.parents[1], self._directory.parents[1]).newest_log(record.variant)
+            files.flip_link(newest, str(log))
 
     def _wait(self, trainer: subprocess.Popen[bytes]) -> int:
         # WNOWAIT keeps the zombie, and with it the group's number, until the rest of the group is ended:
@@ -198,13 +252,13 @@ def _say(log: int, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _viewer(directory: Path) -> Iterator[None]:
+def _viewer(log: Path) -> Iterator[None]:
     """The log on the pane's terminal, by a process of its own: a stuck terminal cannot hold the supervisor up."""
     tail = shutil.which("tail", path="/usr/bin:/bin")
     if tail is None or not sys.stdout.isatty():
         yield
         return
-    shown = subprocess.Popen([tail, "-n", "+1", "-F", "--", str(directory / "train.log")], stdin=subprocess.DEVNULL)
+    shown = subprocess.Popen([tail, "-n", "+1", "-F", "--", str(log)], stdin=subprocess.DEVNULL)
     try:
         yield
     finally:

@@ -4,7 +4,8 @@
 
     standin.steps     how many steps it takes (default 3)
     standin.interval  seconds between them
-    standin.mode      normal | crash (exit 3 after a step) | deaf (ignores TERM) | family (leaves a child behind)
+    standin.mode      normal | crash (exit 3 after a step) | deaf (ignores TERM) | family (leaves a child behind) |
+                      stumble (saves, then exits 3, unless it was resumed) | oom (runs out of CUDA memory)
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ def train(found, settings):
     for step in range(1, int(settings.get("standin.steps", "3")) + 1):
         emit("step", step=step, loss=1.0 / step, accept_len=1.0 + step, context_tokens_per_s=1000.0)
         print(f"step {step} loss {1.0 / step:.3f}", flush=True)
+        if mode == "stumble" and "run.resume" not in settings:
+            saved = run / "checkpoints" / f"step-{step:08d}"
+            saved.mkdir(parents=True)
+            time.sleep(float(settings.get("standin.interval", "0.02")))
+            sys.exit(3)
+        if mode == "oom":
+            print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", flush=True)
+            sys.exit(1)
         if mode == "crash":
             print("Traceback (most recent call last): ValueError: bad luck", flush=True)
             sys.exit(3)
