@@ -101,7 +101,7 @@ def test_a_follower_goes_on_into_the_next_log(lab: Lab) -> None:
         "--set",
         "standin.interval=5",
         "--set",
-        "standin.steps=1",
+        "standin.steps=2",
         "--keep-alive",
         "1",
     )
