@@ -136,7 +136,7 @@ class RunLeader:
                 block_tokens_per_s=self._window_blocks * block / elapsed,
                 lr=numbers.lr,
                 grad_norm=numbers.grad_norm,
-                memory_gb=peak_memory_gb(),
+                memory_gb=memory_gb(),
                 queues={name: len(queue) for name, queue in self._queues.items()},
                 utilization={name: round(clock.utilization(), 4) for name, clock in self._clocks.items()},
             )
@@ -168,9 +168,12 @@ class RunLeader:
         return copy_to_cpu(progress, step.weights(), step.state_dict())
 
 
-def peak_memory_gb() -> float:
-    """Peak GPU memory of the fullest device in GB; on a machine without one, the process's peak resident memory."""
+def memory_gb() -> float:
+    """GPU memory held by torch on the fullest device in GB; without a GPU, the peak resident memory.
+
+    What the allocator has reserved, not what tensors occupy: the memory of a captured graph counts only there.
+    """
     if torch.cuda.is_available():
-        return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())) / 1e9
+        return max(torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())) / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9

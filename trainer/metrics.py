@@ -71,7 +71,7 @@ class Step:
     lr: float
     grad_norm: float
     memory_gb: float
-    """Peak GPU memory over all devices in GB; without a GPU the process's peak resident memory."""
+    """GPU memory that torch holds on the fullest device, in GB; without a GPU the process's peak resident memory."""
     queues: dict[str, int]
     """Items waiting in each channel."""
     utilization: dict[str, float]

@@ -1,13 +1,13 @@
 """TERM, HUP and INT ask for an orderly stop; a second one of them ends the process at once.
 
-The handler only puts the signal's number into a SimpleQueue, which is safe to do from a handler; a thread
-named `signals` acts on it. So the main thread may be anywhere, and the action may take locks.
+The interpreter's own C handler writes the signal's number into a pipe, and a thread named `signals` reads it there and
+acts. Nothing depends on the main thread running Python code: a signal may be delivered to any thread, and a main thread
+that sleeps in a lock then never runs a Python handler (seen on a GPU machine, with the drafters training happily on).
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -25,17 +25,25 @@ class StopSignals:
     def __init__(self, on_first: Callable[[str], None], on_second: Callable[[str], None]) -> None:
         self._on_first = on_first
         self._on_second = on_second
-        self._queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._act, name="signals", daemon=True).start()
         for number in STOP_SIGNALS:
             # A shell without job control starts background jobs with INT ignored: a Ctrl-C there is not for us.
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+                signal.signal(number, self._ignore)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._queue.put(number)
+    def _ignore(self, number: int, frame: FrameType | None) -> None:
+        """Takes the place of the default action; the pipe has the number already."""
+
+    def _next(self) -> str:
+        while True:
+            number = os.read(self._read_end, 1)[0]
+            if number in STOP_SIGNALS:  # the pipe gets every signal that has a Python handler
+                return signal.Signals(number).name
 
     def _act(self) -> None:
-        self._on_first(signal.Signals(self._queue.get()).name)
-        self._on_second(signal.Signals(self._queue.get()).name)
+        self._on_first(self._next())
+        self._on_second(self._next())
         os._exit(1)
