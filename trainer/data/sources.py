@@ -12,20 +12,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".text")
+SUFFIXES = {
+    "text": (".txt", ".md", ".rst", ".py", ".text"),
+    "jsonl": (".jsonl", ".ndjson"),
+    "arrow": (".arrow",),
+    "parquet": (".parquet",),
+}
+"""File suffixes by data.format."""
 
 
 class DataError(ValueError):
     """Data that cannot be trained on; the message says what, why and what to do."""
 
 
+class BadDocument(Exception):  # it says what the document is
+    """One document cannot be used; counted and left out, or fatal with data.strict."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class RawDocument:
-    """One document before tokenisation."""
+    """One document before tokenisation: text, or a conversation, or tokens."""
 
     name: str
     """Where it came from, for messages: a file, or file:line."""
-    text: str
+    text: str | None = None
+    messages: list[dict[str, str]] | None = None
+    input_ids: list[int] | None = None
+    loss_mask: list[bool] | None = None
 
 
 class DocumentSource(Protocol):
@@ -35,8 +52,8 @@ class DocumentSource(Protocol):
 
     def name(self, number: int) -> str: ...
 
-    def read(self, number: int) -> RawDocument | None:
-        """The document, or None when it cannot be used (it was counted as skipped)."""
+    def read(self, number: int) -> RawDocument:
+        """The document. Raises BadDocument when it cannot be used."""
         ...
 
 
@@ -62,7 +79,6 @@ class TextFiles:
             self._parts += [
                 (path, start, min(size, start + self.PART_BYTES)) for start in range(0, size, self.PART_BYTES)
             ]
-        self.unreadable: list[str] = []
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -72,7 +88,7 @@ class TextFiles:
         relative = path.relative_to(self._root).as_posix() if path != self._root else path.name
         return f"{relative}#{start // self.PART_BYTES}"
 
-    def read(self, number: int) -> RawDocument | None:
+    def read(self, number: int) -> RawDocument:
         path, start, end = self._parts[number]
         try:
             with path.open("rb") as file:
@@ -84,9 +100,8 @@ class TextFiles:
                 if data and not data.endswith(b"\n"):
                     data += file.readline()
         except OSError as error:
-            self.unreadable.append(f"{path}: {error.strerror}")
-            return None
-        return RawDocument(self.name(number), data.decode("utf-8", errors="replace"))
+            raise BadDocument(str(path), f"unreadable: {error.strerror}") from error
+        return RawDocument(self.name(number), text=data.decode("utf-8", errors="replace"))
 
 
 def open_source(source: str, format: str) -> DocumentSource:
@@ -96,16 +111,36 @@ def open_source(source: str, format: str) -> DocumentSource:
     path = Path(source).expanduser()
     if not path.exists():
         raise DataError(f"data.source {source!r} does not exist; give `stdlib`, a file or a directory")
-    if format not in ("auto", "text"):
-        raise DataError(f"data.format {format!r} is not supported yet; give text files")
-    files = [path] if path.is_file() else [p for p in sorted(path.rglob("*")) if p.suffix in TEXT_SUFFIXES]
-    documents = TextFiles(files, path)
+    form, files = _files(path, format)
+    root = path if path.is_dir() else path.parent
+    documents: DocumentSource
+    if form == "text":
+        documents = TextFiles(files, root)
+    else:
+        from trainer.data.rows import JsonLines, Table  # they need this module
+
+        documents = JsonLines(files, root) if form == "jsonl" else Table(files, root, form)
     if len(documents) == 0:
-        raise DataError(
-            f"data.source {source!r} holds no text: {len(files)} files with a suffix in "
-            f"{' '.join(TEXT_SUFFIXES)}, all empty"
-        )
+        raise DataError(f"data.source {source!r} holds no documents: {len(files)} {form} files, all empty")
     return documents
+
+
+def _files(path: Path, format: str) -> tuple[str, list[Path]]:
+    """The format of a source and its files. Raises DataError when it cannot tell."""
+    every = [path] if path.is_file() else [p for p in sorted(path.rglob("*")) if p.is_file()]
+    by_form = {form: [p for p in every if p.suffix in suffixes] for form, suffixes in SUFFIXES.items()}
+    if format != "auto":
+        files = every if path.is_file() else by_form[format]
+        if not files:
+            raise DataError(f"data.source {str(path)!r} holds no {format} files ({' '.join(SUFFIXES[format])})")
+        return format, files
+    found = {form: files for form, files in by_form.items() if files}
+    if not found and path.is_file():
+        return "text", every
+    if len(found) != 1:
+        what = " and ".join(found) if found else "no file of a known kind"
+        raise DataError(f"data.source {str(path)!r} holds {what}; set data.format to one of {', '.join(SUFFIXES)}")
+    return next(iter(found.items()))
 
 
 def heldout_numbers(source: DocumentSource, count: int) -> set[int]:

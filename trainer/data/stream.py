@@ -17,12 +17,16 @@ import torch
 
 from trainer.config import DataConfig
 from trainer.data.batch import PackedBatch
+from trainer.data.encode import encode
 from trainer.data.packing import Document, first_fit, pack
-from trainer.data.sources import DataError, DocumentSource, heldout_numbers, open_source
+from trainer.data.sources import BadDocument, DataError, DocumentSource, heldout_numbers, open_source
 
 POOL_PIECES = 128
 CANDIDATES = 16
 """Pieces drawn beyond a full row, from which a gap at its end is filled."""
+
+COMPLAINTS = 20
+NOTHING_TO_LEARN = "no two consecutive supervised tokens"
 
 Ref = tuple[int, int]
 """A piece: document number, piece number."""
@@ -51,7 +55,9 @@ class BatchStream(Iterator[PackedBatch]):
         self._heldout = heldout_numbers(self._source, config.heldout_documents)
         self._train = [n for n in range(len(self._source)) if n not in self._heldout]
         self.skipped: Counter[str] = Counter()
-        """Documents that were left out, counted by reason."""
+        """Documents that were left out, counted by reason; one that is read in two epochs counts twice."""
+        self.complaints: list[str] = []
+        """The first few of them, with file and line."""
         self._index = 0
         self._epoch = 0
         self._next = 0
@@ -167,31 +173,32 @@ class BatchStream(Iterator[PackedBatch]):
 
     def _pieces(self, number: int) -> list[Document]:
         """A document's usable pieces; empty when it cannot be used, which is counted."""
-        raw = self._source.read(number)
-        if raw is None:
-            self.skipped["unreadable"] += 1
+        name = self._source.name(number)
+        try:
+            ids, mask = encode(self._source.read(number), self._tokenizer)
+            if ids.numel() and int(ids.max()) >= self._vocab_size:
+                raise DataError(
+                    f"{name}: token {int(ids.max())} lies outside the target's vocabulary ({self._vocab_size} rows); "
+                    "the data was tokenised for another model"
+                )
+            if bool((ids == self._mask_token_id).any()):
+                raise BadDocument(name, "contains the MASK token")
+            size = self._config.max_document_tokens
+            pieces = [
+                Document(f"{name}@{start}", ids[start : start + size], mask[start : start + size])
+                for start in range(0, ids.shape[0], size)
+            ]
+            usable = [piece for piece in pieces if piece.trainable]
+            if not usable:
+                raise BadDocument(name, NOTHING_TO_LEARN)
+        except BadDocument as error:
+            # A short or empty document is no mistake in the data.
+            if self._config.strict and error.reason != NOTHING_TO_LEARN:
+                raise DataError(f"{error}; mend the data, or leave data.strict off to skip and count") from error
+            self.skipped[error.reason] += 1
+            if len(self.complaints) < COMPLAINTS:
+                self.complaints.append(str(error))
             return []
-        ids = torch.tensor(self._tokenizer(raw.text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
-        mask = torch.ones(ids.shape[0], dtype=torch.bool)
-        if ids.numel() and int(ids.max()) >= self._vocab_size:
-            raise DataError(
-                f"{raw.name}: token {int(ids.max())} lies outside the target's vocabulary ({self._vocab_size} rows); "
-                "the tokenizer is not the target's"
-            )
-        if bool((ids == self._mask_token_id).any()):
-            message = f"{raw.name} contains the MASK token {self._mask_token_id}"
-            if self._config.strict:
-                raise DataError(f"{message}; remove it or set drafter.mask_token_id to a row that never occurs")
-            self.skipped["contains the MASK token"] += 1
-            return []
-        size = self._config.max_document_tokens
-        pieces = [
-            Document(f"{raw.name}@{start}", ids[start : start + size], mask[start : start + size])
-            for start in range(0, ids.shape[0], size)
-        ]
-        usable = [piece for piece in pieces if piece.trainable]
-        if not usable:
-            self.skipped["no two consecutive supervised tokens"] += 1
         return usable
 
 
