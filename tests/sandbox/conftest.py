@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.sandbox import box as sandbox
+from tests.sandbox.laptop import Laptop
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +34,13 @@ def box(shared_box: sandbox.Box) -> Iterator[sandbox.Box]:
         shared_box.sshd.start()
     if not shared_box.container.running():
         shared_box.container.start()
+
+
+@pytest.fixture
+def laptop(box: sandbox.Box, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Laptop]:
+    """An operator with the stand-in trainer in the checkout."""
+    name = f"t{zlib.crc32(request.node.nodeid.encode()):08x}"  # short: a tmux socket's path must fit into 100 bytes
+    made = Laptop(box, tmp_path, name)
+    made.standin_trainer()
+    yield made
+    made.end_everything()

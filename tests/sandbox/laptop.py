@@ -1,0 +1,176 @@
+"""The operator's side of the sandbox: a checkout whose hosts.yaml leads through SSH and pct into container 200."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_ops import connect, hosts
+from dflash_ops.agent import verbs
+from dflash_ops.agent.layout import Layout
+from dflash_ops.agent.runs import RunStatus
+from dflash_ops.remote import Place, Remote
+from dflash_ops.settings import Target
+from tests.ops import standin
+from tests.sandbox.box import Box, send
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass
+class Laptop:
+    """One operator with one target, `ct200`. Paths on the target are new for each test."""
+
+    box: Box
+    home: Path
+    name: str
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    remotes: list[Remote] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.checkout.mkdir(parents=True)
+        for name in ("fabfile.py", "fabric.yaml"):
+            shutil.copy(REPOSITORY / name, self.checkout / name)
+        (self.checkout / "dflash_ops").symlink_to(REPOSITORY / "dflash_ops")
+        self.known_hosts.write_text(self.box.sshd.known_hosts_line())
+        (self.home / "ssh_config").touch()
+        self.write_hosts()
+
+    @property
+    def checkout(self) -> Path:
+        return self.home / "checkout"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.home / "known_hosts"
+
+    @property
+    def root(self) -> str:
+        """The target's root, as the container sees it."""
+        return f"/root/{self.name}"
+
+    @property
+    def layout(self) -> Layout:
+        """The target's files, as this machine sees them."""
+        root = Path(f"{self.box.container.rootfs}{self.root}")
+        return Layout(root, root)
+
+    @property
+    def target(self) -> Target:
+        return hosts.load(self.checkout / "hosts.yaml").targets["ct200"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "LAPTOP_SECRET": "leak"}
+
+    def standin_trainer(self) -> None:
+        """A trainer without torch."""
+        standin.write(self.checkout)
+
+    def real_trainer(self) -> None:
+        shutil.copytree(REPOSITORY / "trainer", self.checkout / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def settings(self, **changes: Any) -> dict[str, Any]:
+        """ct200's entry in hosts.yaml. `ssh` is merged, everything else replaced."""
+        ssh = {
+            "host": self.box.sshd.address,
+            "port": self.box.sshd.port,
+            "user": "root",
+            "identity": str(self.box.sshd.identity),
+            "known_hosts": str(self.known_hosts),
+            "config": str(self.home / "ssh_config"),
+            "connect_timeout": 5,
+            **changes.pop("ssh", {}),
+        }
+        return {
+            "via": "pct",
+            "ssh": ssh,
+            "vmid": 200,
+            "pct": str(self.box.pct),
+            "python": sys.executable,
+            "root": self.root,
+            "launcher": "nohup",
+            "min_free_gib": 0,
+            "env": {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            **changes,
+        }
+
+    def write_hosts(self, targets: dict[str, dict[str, Any]] | None = None, **changes: Any) -> None:
+        """hosts.yaml with ct200 (changed as said), or with other targets altogether."""
+        body = {"default": "ct200", "targets": targets or {"ct200": self.settings(**changes)}}
+        (self.checkout / "hosts.yaml").write_text(yaml.safe_dump(body))
+
+    def remote(self) -> Remote:
+        """The target's agent, called from this process."""
+        target = self.target
+        made = Remote(connect.open_transport(target), Place(target.python, target.root, target.workspace))
+        self.remotes.append(made)
+        return made
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "fabric", *words]
+
+    def fab(self, *words: str, timeout: float = 120.0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run `fab` to its end."""
+        return subprocess.run(
+            self.command(*words),
+            cwd=self.checkout,
+            env=self.environment,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def start_fab(self, *words: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start `fab`, in a session of its own."""
+        process = subprocess.Popen(
+            self.command(*words),
+            cwd=self.checkout,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
+        self.started.append(process)
+        return process
+
+    def status(self, remote: Remote) -> RunStatus:
+        found = remote.call("status", verbs.StatusRequest(), verbs.Overview, deadline=30.0).run
+        assert found is not None
+        return found
+
+    def end_everything(self) -> None:
+        """End what the test started, here and in the container."""
+        for process in self.started:
+            if process.poll() is None:
+                send(process.pid, 9)
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        for remote in self.remotes:
+            remote.transport.close()
+        if self.box.container.running():
+            # Every process of the container but its init; the pid namespace keeps the signal inside.
+            self.box.container.run("/bin/sh", "-c", "kill -9 -1", check=False)
+
+
+def eventually(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+    """The condition's first true value; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+    return value
