@@ -37,6 +37,8 @@ from dflash_ops.settings import Target
 AT_ONCE = 6
 """Targets asked at the same time."""
 READ_DEADLINE_S = 60.0
+STOP_SPARE_S = 60.0
+"""What `stop` may take beyond its --wait: KILL, and the supervisor's last words."""
 DEFAULT_LINES = "100"
 
 ns = Collection()
@@ -228,7 +230,7 @@ def stop(c: TargetContext, run: str = "", kill: bool = False, wait: str = "60") 
 
     def one(target: Target, remote: Remote) -> int:
         request = StopRequest(who=who(), run_id=run, kill=kill, wait_s=float(seconds))
-        deadline = seconds + 60.0
+        deadline = seconds + STOP_SPARE_S
         done = remote.call(
             "stop", request, StopResult, deadline=deadline, on_progress=lambda text: _say(c, target, text)
         )

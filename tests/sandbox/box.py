@@ -48,6 +48,7 @@ PermitRootLogin prohibit-password
 PrintMotd no
 PrintLastLog no
 MaxSessions 10
+SetEnv PATH={home}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin
 LogLevel VERBOSE
 """
 

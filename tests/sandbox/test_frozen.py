@@ -1,0 +1,78 @@
+"""A peer that freezes in the middle of a verb: the verb ends within its deadline, with 10 or 124.
+
+The deadlines are made short here; what is tested is that nothing waits past them. Shown able to fail: with the wait for
+the exit status unbounded, and with `cut` leaving the connection in use, these went red.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import paramiko
+import pytest
+from invoke.config import Config
+
+from dflash_ops import connect, launch, release, remote, tail, tasks
+from dflash_ops.executor import TargetContext
+from tests.sandbox.box import send
+from tests.sandbox.laptop import Laptop
+
+pytestmark = pytest.mark.sandbox
+
+SHORT = {
+    tasks: ("READ_DEADLINE_S", "STOP_SPARE_S"),
+    launch: ("LAUNCH_DEADLINE_S", "GATE_DEADLINE_S", "PROBE_DEADLINE_S", "STATUS_DEADLINE_S", "RESOLVE_S"),
+    release: ("SELECT_DEADLINE_S", "INSTALL_DEADLINE_S"),
+    remote: ("GRACE_S",),
+    tail: ("SILENCE_S", "PATIENCE_S"),
+}
+VERBS: dict[str, Callable[[TargetContext], int]] = {
+    "status": lambda c: tasks.status(c),
+    "runs": lambda c: tasks.runs(c),
+    "releases": lambda c: tasks.releases(c),
+    "deploy": lambda c: tasks.deploy(c),
+    "deploy --dry-run": lambda c: tasks.deploy(c, dry_run=True),
+    "launch": lambda c: tasks.launch(c, variant="sdpa"),
+    "tail-log": lambda c: tasks.tail_log(c),
+    "stop": lambda c: tasks.stop(c, wait="1"),
+    "gpus": lambda c: tasks.gpus(c),
+    "preflight": lambda c: tasks.preflight(c),
+    "rollback": lambda c: tasks.rollback(c),
+    "clear-cache": lambda c: tasks.clear_cache(c),
+}
+
+
+@pytest.fixture
+def context(laptop: Laptop, monkeypatch: pytest.MonkeyPatch) -> Iterator[TargetContext]:
+    for module, names in SHORT.items():
+        for name in names:
+            monkeypatch.setattr(module, name, 1.0)
+    laptop.write_hosts(ssh={"connect_timeout": 2})
+    monkeypatch.setattr(tasks.hosts, "checkout", lambda: laptop.checkout)
+    yield TargetContext(Config(), (laptop.target,), "ct200")
+    connect.close_all()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb(verb: str, laptop: Laptop, context: TargetContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = paramiko.Channel.exec_command
+    frozen = threading.Event()
+
+    def exec_then_freeze(channel: paramiko.Channel, command: str) -> None:
+        plain(channel, command)
+        for pid in laptop.box.sshd.sessions():
+            send(pid, signal.SIGSTOP)
+        frozen.set()
+
+    monkeypatch.setattr(paramiko.Channel, "exec_command", exec_then_freeze)
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(tasks.guarded(lambda: VERBS[verb](context))), daemon=True)
+    thread.start()
+    thread.join(40)
+    for pid in laptop.box.sshd.sessions():
+        send(pid, signal.SIGCONT)
+    assert frozen.is_set()
+    assert codes, f"{verb} still waits"
+    assert codes[0] in (10, 124)
