@@ -113,7 +113,8 @@ class Container:
     def create(self) -> None:
         for name in ("up", "work", "rootfs"):
             (self.home / name).mkdir(parents=True)
-        layers = f"lowerdir=/,upperdir={self.home}/up,workdir={self.home}/work"
+        # volatile: nothing here outlives the run, and unmounting must not flush the whole machine's disk.
+        layers = f"lowerdir=/,upperdir={self.home}/up,workdir={self.home}/work,volatile"
         subprocess.run(["mount", "-t", "overlay", "overlay", "-o", layers, str(self.rootfs)], check=True)
         config = LXC_CONFIG.format(rootfs=self.rootfs, vmid=self.vmid, init=self.init)
         if "systemd" in self.init:

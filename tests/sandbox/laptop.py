@@ -140,9 +140,8 @@ class Laptop:
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             start_new_session=True,
-            **options,
+            **{"stderr": subprocess.STDOUT, **options},
         )
         self.started.append(process)
         return process

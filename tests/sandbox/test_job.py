@@ -51,7 +51,8 @@ def _whole_job(laptop: Laptop) -> None:
     (laptop.checkout / "trainer" / "note.py").write_text('"""A change."""\n')
     done = laptop.fab("deploy", "launch", "--variant", "sdpa", "--set", "run.max_steps=100000", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    eventually(lambda: "training" in laptop.fab("status").stdout, "the run trains", seconds=200)
+    remote = laptop.remote()
+    eventually(lambda: laptop.status(remote).state == "training", "the run trains", seconds=200)
     assert laptop.fab("deploy", "launch", "--variant", "sdpa").returncode in (20, 21)  # one run at a time
     assert laptop.fab("stop", "--wait", "120", timeout=200).returncode == 0
     assert "stopped" in laptop.fab("status").stdout
