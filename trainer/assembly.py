@@ -45,13 +45,20 @@ def assemble(config: TrainConfig) -> Parts:
         drafter = Drafter(shape, torch.Generator().manual_seed(config.run.seed))
         return TrainStep(config, drafter, ends, topology.drafter[rank])
 
+    counts: list[torch_setup.CompileCounts] = []
+
+    def opened() -> None:
+        torch_setup.forbid_compilation()
+        counts.append(torch_setup.compile_counts())
+
     return Parts(
         open_source=open_source,
         target=lambda rank: targets[topology.target[rank]],
         step=step,
         evaluator=lambda rank: make_evaluate(config, targets[verifiers[rank]]),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
-        on_gate_open=torch_setup.forbid_compilation,
+        on_gate_open=opened,
+        check_steady=lambda: torch_setup.check_nothing_compiled(counts[-1]),
     )
 
 

@@ -135,6 +135,7 @@ class Pipeline:
                 **{channel.name: channel for row in hidden for channel in row},
             },
             progress=self._progress,
+            check_steady=parts.check_steady,
             save_now=self._save,
             last_saved=lambda: self._saved,
         )

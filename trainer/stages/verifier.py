@@ -29,11 +29,10 @@ class WeightSnapshot:
 
     @classmethod
     def of(cls, step: int, weights: dict[str, torch.Tensor], *, last: bool = False) -> WeightSnapshot:
-        """Copy on the caller's stream, and wait for the copy: this happens at evaluation points only."""
-        copies = {key: value.detach().clone() for key, value in weights.items()}
-        for device in {value.device for value in copies.values() if value.is_cuda}:
+        """Take over a copy made on the caller's stream, and wait for it: evaluation points only."""
+        for device in {value.device for value in weights.values() if value.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return cls(step, copies, last)
+        return cls(step, weights, last)
 
 
 class SnapshotBox:
