@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from trainer.graphs import compiled
-from trainer.model.loss import accept_lengths, block_loss, fused_gradient_over_logits, reference_block_loss
+from trainer.model.loss import (
+    Teacher,
+    accept_lengths,
+    block_loss,
+    dpace,
+    dpace_weights,
+    fused_gradient_over_logits,
+    reference_block_loss,
+    teacher_choices,
+)
 from trainer.torch_setup import apply_torch_config
 
 ROWS, WIDTH, VOCAB = 24, 16, 50
@@ -106,3 +115,62 @@ def test_acceptance_is_one_plus_the_leading_run(hits: str, weights: str, length:
     """Failed with a plain sum of hits."""
     flags = [torch.tensor([c == "1" for c in text]) for text in (hits, weights)]
     assert accept_lengths(flags[0], flags[1].float(), 4).tolist() == [length]
+
+
+def test_dpace_weights_by_hand() -> None:
+    """w_j = sum_{m>=j} prod_{i<=m} q_i. Failed with products that start at j."""
+    q = torch.tensor([1.0, 0.5, 0.8, 0.25])  # the anchor's own place is never weighed
+    weights = dpace_weights(-q.log(), torch.tensor([0.0, 1.0, 1.0, 1.0]), 4, smoothing=0.0)
+    reached = [0.5, 0.5 * 0.8, 0.5 * 0.8 * 0.25]
+    assert weights.tolist() == pytest.approx([0.0, sum(reached), sum(reached[1:]), reached[2]])
+    smooth = dpace_weights(-q.log(), torch.tensor([0.0, 1.0, 1.0, 1.0]), 4, smoothing=0.5)
+    reached = [0.75, 0.75 * 0.9, 0.75 * 0.9 * 0.625]
+    assert smooth.tolist() == pytest.approx([0.0, sum(reached), sum(reached[1:]), reached[2]])
+
+
+def test_dpace_gives_no_weight_after_a_place_without_a_label() -> None:
+    weights = dpace_weights(torch.full((4,), 0.1), torch.tensor([0.0, 1.0, 0.0, 1.0]), 4, smoothing=0.5)
+    assert weights[1] > 0
+    assert not weights[2:].any()
+
+
+def teacher_case() -> Teacher:
+    generator = torch.Generator().manual_seed(9)
+    final = torch.randn(10, WIDTH, generator=generator)
+    return Teacher(final, torch.randint(0, 10, (ROWS,), generator=generator))
+
+
+@pytest.mark.parametrize("chunk_rows", [5, 24])
+@pytest.mark.parametrize("kind", ["dpace", "kl", "kl and dpace"])
+def test_the_options_equal_their_plain_forms(kind: str, chunk_rows: int) -> None:
+    """Failed when the gradient kept the old weights, and with KL(drafter || target)."""
+    hidden, head, labels, weights = case()
+    options = {
+        "teacher": teacher_case() if "kl" in kind else None,
+        "reweigh": dpace(4, 0.5) if "dpace" in kind else None,
+    }
+    fast = block_loss(hidden, head, labels, weights, chunk_rows, **options)  # type: ignore[arg-type]  # by name above
+    plain = reference_block_loss(hidden, head, labels, weights, **options)  # type: ignore[arg-type]  # by name above
+    assert torch.allclose(fast.numerator, plain.numerator, rtol=1e-5)
+    assert torch.allclose(fast.denominator, plain.denominator)
+    assert torch.equal(fast.hits_Q, plain.hits_Q)
+    (got,) = torch.autograd.grad(fast.numerator, hidden)
+    (want,) = torch.autograd.grad(plain.numerator, hidden)
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_kl_vanishes_where_the_drafter_says_what_the_target_says() -> None:
+    _, head, labels, weights = case()
+    teacher = teacher_case()
+    hidden = teacher.final_TH[teacher.source_Q].clone().requires_grad_()
+    sums = block_loss(hidden, head, labels, weights, 8, teacher=teacher)
+    assert abs(float(sums.numerator.detach())) < 1e-5
+    (gradient,) = torch.autograd.grad(sums.numerator, hidden)
+    assert gradient.abs().max() < 1e-5
+
+
+def test_the_targets_choice_at_a_place_is_what_the_row_before_says() -> None:
+    """Failed unshifted: the off-by-one that caps acceptance near a quarter."""
+    head = torch.eye(6)
+    final = torch.eye(6)[[3, 1, 4, 1]]  # row t says token [3, 1, 4, 1][t] comes next
+    assert teacher_choices(final, head, chunk_rows=3).tolist() == [0, 3, 1, 4]

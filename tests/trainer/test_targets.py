@@ -263,3 +263,15 @@ def test_states_that_are_not_finite_are_refused() -> None:
     )
     with pytest.raises(TargetError, match="not finite in batch 3"):
         broken.hidden_states(row)
+
+
+def test_final_states_give_the_targets_own_next_tokens(target: Target) -> None:
+    documents = [document(target, text) for text in TEXTS]
+    row = pack(documents, index=0, cursor={}, token_budget=400, block_slots=4, max_documents=5, run_seed=0)
+    final = target.final_states(row)
+    start = 0
+    for each in documents:
+        logits = target.model(each.input_ids[None], use_cache=False).logits[0]
+        assert torch.allclose(final[start : start + len(each)] @ target.head_VH.T, logits, atol=1e-4)
+        start += len(each)
+    assert not final[start:].any()

@@ -4,6 +4,9 @@ The head has no gradient, so the only thing the backward pass needs is d(loss)/d
 rows computes its logits once, turns them into the gradient in place, multiplies them back through the head
 at once, and is forgotten: two matrix products a chunk and chunk_rows * V logits alive at any time.
 
+Options: D-PACE weights (arXiv 2605.18810) instead of the fixed decay; the target's own choice as label; the
+target's distribution as label (KL), computed chunk by chunk from its final states at the rows that are asked.
+
 The sum is a numerator; its denominator (the sum of weights) is global over drafters and micro-steps, so
 the division belongs to the step. Everything stays on the device.
 """
@@ -30,6 +33,17 @@ class LossSums(NamedTuple):
     hits_Q: torch.Tensor
     """bool [Q], weighted and right; feeds `accept_lengths`."""
 
+
+class Teacher(NamedTuple):
+    """The target's final-normed states [T, H], and for each block position the row that predicts it."""
+
+    final_TH: torch.Tensor
+    source_Q: torch.Tensor
+    """int64 [Q]: anchor + k - 1."""
+
+
+Reweigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(CE [Q], weights [Q]) -> new weights [Q]; see `dpace`."""
 
 RowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(logits [R,V], labels [R], weights [R]) -> (top-1 [R], CE fp32 [R]); d(sum w*CE)/d(logits) is left in `logits`."""
@@ -71,8 +85,50 @@ def fused_gradient_over_logits(
     return top_R, losses_R
 
 
+def soft_gradient_over_logits(
+    logits_RV: torch.Tensor, teacher_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row pass against the target's distribution p: (top-1, KL(p || q)); w * (q - p) is left in `logits_RV`."""
+    top_R = logits_RV.argmax(-1)
+    log_q_RV, log_p_RV = logits_RV.float().log_softmax(-1), teacher_RV.float().log_softmax(-1)
+    p_RV = log_p_RV.exp()
+    losses_R = (p_RV * (log_p_RV - log_q_RV)).sum(-1)
+    logits_RV.copy_((log_q_RV.exp_() - p_RV) * weights_R[:, None])
+    return top_R, losses_R
+
+
+def dpace_weights(losses_Q: torch.Tensor, weights_Q: torch.Tensor, block_size: int, smoothing: float) -> torch.Tensor:
+    """D-PACE: w_j = sum over m >= j of prod over i <= m of q_i, q = (1 - a) exp(-CE) + a, detached (arXiv 2605.18810).
+
+    The expected acceptance length's derivative in log q_j: a position weighs what depends on it. Nothing after
+    the first position without a label can be accepted, so its weight and all later ones' are zero.
+    """
+    q_NB = ((1.0 - smoothing) * torch.exp(-losses_Q.detach()) + smoothing).view(-1, block_size)[:, 1:]
+    counted_NB = (weights_Q > 0).view(-1, block_size)[:, 1:]
+    reached_NB = (q_NB * counted_NB).cumprod(dim=1)
+    later_NB = reached_NB.flip(1).cumsum(dim=1).flip(1) * (reached_NB > 0)
+    return torch.nn.functional.pad(later_NB, (1, 0)).flatten()
+
+
+def dpace(block_size: int, smoothing: float) -> Reweigh:
+    """`block_loss`'s `reweigh` for D-PACE."""
+    return lambda losses_Q, weights_Q: dpace_weights(losses_Q, weights_Q, block_size, smoothing)
+
+
+@torch.no_grad()
+def teacher_choices(final_TH: torch.Tensor, head_VH: torch.Tensor, chunk_rows: int) -> torch.Tensor:
+    """The target's most likely token AT each place, int64 [T]: row t of its head speaks for place t + 1.
+
+    Place 0 of the row is never a label (a label follows its anchor) and holds 0. With these for `input_ids` when
+    labels are gathered, a block is asked for what the target would say instead of what the text says.
+    """
+    chunks = (final_TH[start : start + chunk_rows] for start in range(0, final_TH.shape[0], chunk_rows))
+    best = [(rows @ head_VH.T).argmax(-1) for rows in chunks]
+    return torch.nn.functional.pad(torch.cat(best)[:-1], (1, 0))
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
-    """(sum w*CE, top-1 [Q], CE [Q]); the gradient of the sum is ready when the forward returns."""
+    """(sum w*CE, top-1 [Q], w [Q]); the gradient of the sum is ready when the forward returns."""
 
     @staticmethod
     def forward(
@@ -83,6 +139,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         weights_Q: torch.Tensor,
         chunk_rows: int,
         row_pass: RowPass,
+        teacher: Teacher | None,
+        reweigh: Reweigh | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradient_QH = torch.empty_like(hidden_QH)
         top_Q = torch.empty_like(labels_Q)
@@ -90,17 +148,29 @@ class _HeadCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_QH.shape[0], chunk_rows):
             rows = slice(start, start + chunk_rows)
             logits = hidden_QH[rows] @ head_VH.T
-            top_Q[rows], losses_Q[rows] = row_pass(logits, labels_Q[rows], weights_Q[rows])
+            if teacher is None:
+                found = row_pass(logits, labels_Q[rows], weights_Q[rows])
+            else:
+                said = teacher.final_TH[teacher.source_Q[rows]] @ head_VH.T
+                found = soft_gradient_over_logits(logits, said, labels_Q[rows], weights_Q[rows])
+            top_Q[rows], losses_Q[rows] = found
             torch.mm(logits, head_VH, out=gradient_QH[rows])
+        if reweigh is not None:
+            # The gradient is linear in each row's weight, so it can be weighed once the losses are known.
+            fresh_Q = reweigh(losses_Q, weights_Q)
+            ratio_Q = torch.where(weights_Q > 0, fresh_Q / weights_Q.clamp(min=1e-30), torch.zeros_like(fresh_Q))
+            gradient_QH.mul_(ratio_Q[:, None].to(gradient_QH.dtype))
+            weights_Q = fresh_Q
         total = (losses_Q * weights_Q).sum()
         ctx.save_for_backward(gradient_QH)
-        ctx.mark_non_differentiable(top_Q, losses_Q)
-        return total, top_Q, losses_Q
+        used_Q = weights_Q.clone()  # an input must not be returned as it is
+        ctx.mark_non_differentiable(top_Q, used_Q)
+        return total, top_Q, used_Q
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_QH,) = ctx.saved_tensors
-        return gradient_QH * outputs[0].to(gradient_QH.dtype), None, None, None, None, None
+        return gradient_QH * outputs[0].to(gradient_QH.dtype), *(None,) * 7
 
 
 def block_loss(
@@ -110,30 +180,55 @@ def block_loss(
     weights_Q: torch.Tensor,
     chunk_rows: int,
     row_pass: RowPass | None = None,
+    *,
+    teacher: Teacher | None = None,
+    reweigh: Reweigh | None = None,
 ) -> LossSums:
-    """Sums of the decayed cross-entropy. hidden [Q,H] and head [V,H] of one type, labels int64, weights fp32.
+    """Sums of the weighted cross-entropy. hidden [Q,H] and head [V,H] of one type, labels int64, weights fp32.
 
     `numerator` carries the gradient to `hidden_QH`; the head gets none. `row_pass` is `gradient_over_logits` (the
-    default) or a compiled `fused_gradient_over_logits`.
+    default) or a compiled `fused_gradient_over_logits`. With a `teacher` the loss is KL(target || drafter) and labels
+    serve the hit counts alone. `reweigh` replaces the weights by ones that depend on the losses (`dpace`).
     """
     apply: Any = _HeadCrossEntropy.apply  # torch leaves it unannotated
-    numerator, top_Q, _ = apply(hidden_QH, head_VH, labels_Q, weights_Q, chunk_rows, row_pass or gradient_over_logits)
-    return _sums(numerator, top_Q, labels_Q, weights_Q)
+    numerator, top_Q, used_Q = apply(
+        hidden_QH, head_VH, labels_Q, weights_Q, chunk_rows, row_pass or gradient_over_logits, teacher, reweigh
+    )
+    return _sums(numerator, top_Q, labels_Q, weights_Q, used_Q)
 
 
 def reference_block_loss(
-    hidden_QH: torch.Tensor, head_VH: torch.Tensor, labels_Q: torch.Tensor, weights_Q: torch.Tensor
+    hidden_QH: torch.Tensor,
+    head_VH: torch.Tensor,
+    labels_Q: torch.Tensor,
+    weights_Q: torch.Tensor,
+    *,
+    teacher: Teacher | None = None,
+    reweigh: Reweigh | None = None,
 ) -> LossSums:
     """The same sums, plainly, in fp32 with all logits at once: what `block_loss` is tested against."""
     logits_QV = hidden_QH.float() @ head_VH.float().T
-    losses_Q = torch.nn.functional.cross_entropy(logits_QV, labels_Q, reduction="none")
-    return _sums((losses_Q * weights_Q).sum(), logits_QV.argmax(-1), labels_Q, weights_Q)
+    if teacher is None:
+        losses_Q = torch.nn.functional.cross_entropy(logits_QV, labels_Q, reduction="none")
+    else:
+        said_QV = teacher.final_TH[teacher.source_Q].float() @ head_VH.float().T
+        losses_Q = torch.nn.functional.kl_div(
+            logits_QV.log_softmax(-1), said_QV.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
+    used_Q = weights_Q if reweigh is None else reweigh(losses_Q.detach(), weights_Q)
+    return _sums((losses_Q * used_Q).sum(), logits_QV.argmax(-1), labels_Q, weights_Q, used_Q)
 
 
-def _sums(numerator: torch.Tensor, top_Q: torch.Tensor, labels_Q: torch.Tensor, weights_Q: torch.Tensor) -> LossSums:
+def _sums(
+    numerator: torch.Tensor,
+    top_Q: torch.Tensor,
+    labels_Q: torch.Tensor,
+    weights_Q: torch.Tensor,
+    used_Q: torch.Tensor,
+) -> LossSums:
     counted_Q = weights_Q > 0
     hits_Q = (top_Q == labels_Q) & counted_Q
-    return LossSums(numerator, weights_Q.sum(), hits_Q.sum().float(), counted_Q.sum().float(), hits_Q)
+    return LossSums(numerator, used_Q.sum(), hits_Q.sum().float(), counted_Q.sum().float(), hits_Q)
 
 
 def accept_lengths(hits_Q: torch.Tensor, weights_Q: torch.Tensor, block_size: int) -> torch.Tensor:

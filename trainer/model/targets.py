@@ -156,6 +156,21 @@ class Target:
             )
         return out
 
+    @torch.no_grad()
+    def final_states(self, packed: PackedBatch) -> torch.Tensor:
+        """States after the final norm [T, H], each document as if alone; padding is zero. The whole model runs.
+
+        Only labels made by the target need them (`loss.labels` argmax and kl).
+        """
+        body: Any = self.model.base_model
+        body = getattr(body, "language_model", body)
+        out = torch.zeros(packed.input_ids_T.shape[0], self.hidden_size, dtype=self.dtype, device=self.device)
+        bounds = packed.cu_seqlens_D1[: packed.documents + 1].tolist()
+        for a, b in itertools.pairwise(bounds):
+            ids = packed.input_ids_T[a:b].to(self.device)[None]
+            out[a:b] = body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return out
+
     def mask_token(self, config: DrafterConfig) -> int:
         """The MASK row to use: the configuration's, else the vocabulary's own. Raises TargetError."""
         token = config.mask_token_id if config.mask_token_id is not None else self.mask_token_id
@@ -208,6 +223,10 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
     if layer_ids[-1] >= num_layers:
         raise TargetError(
             f"target.layer_ids asks for layer {layer_ids[-1]}, but {config.path} has layers 0 to {num_layers - 1}"
+        )
+    if getattr(text_config, "final_logit_softcapping", None) is not None:
+        raise TargetError(
+            f"{config.path} soft-caps its logits, which neither the loss nor the exports know; choose another target"
         )
     embedding = model.get_input_embeddings()
     scale = getattr(embedding, "embed_scale", None)  # Gemma multiplies its embeddings
