@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from trainer import torch_setup
 from trainer.config import TrainConfig
 from trainer.data.stream import BatchStream
 from trainer.evaluate import TeacherForced
+from trainer.export import initialise
 from trainer.model.attention import SdpaAttention, layer_layouts
 from trainer.model.drafter import Attend, Drafter, DrafterShape
 from trainer.model.targets import Target, load_target
@@ -43,6 +45,8 @@ def assemble(config: TrainConfig) -> Parts:
 
     def step(rank: int) -> TrainStep:
         drafter = Drafter(shape, torch.Generator().manual_seed(config.run.seed))
+        if config.drafter.init_from is not None:
+            initialise(drafter, Path(config.drafter.init_from), first.layer_ids)
         return TrainStep(config, drafter, ends, topology.drafter[rank])
 
     counts: list[torch_setup.CompileCounts] = []

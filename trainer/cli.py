@@ -4,6 +4,7 @@
     python -m trainer variants [--json]
     python -m trainer config   --variant V [--set key=value ...]
     python -m trainer eval     --checkpoint DIR [--json]
+    python -m trainer export   --checkpoint DIR --format zlab|speculators --out DIR [--json]
     python -m trainer bench    PART [...]
 
 Exit codes: 0 done, or stopped on request; 1 error; 2 wrong arguments or configuration; 70 a warm-up ran past
@@ -60,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = config_for(args.variant, _assignments(args), probe_hardware())
             print(json.dumps(to_dict(config), indent=2))
             return 0
-        from trainer.launch import evaluate_checkpoint
+        if args.command == "export":
+            from trainer.stored import export_checkpoint
+
+            return export_checkpoint(args.checkpoint, form=args.format, out=args.out, as_json=args.json)
+        from trainer.stored import evaluate_checkpoint
 
         return evaluate_checkpoint(args.checkpoint, as_json=args.json)
     except ConfigError as error:
@@ -87,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="acceptance length of a checkpoint on held-out documents")
     evaluate.add_argument("--checkpoint", required=True, metavar="DIR")
     evaluate.add_argument("--json", action="store_true")
+
+    export = commands.add_parser("export", help="write a checkpoint's drafter in a published form")
+    export.add_argument("--checkpoint", required=True, metavar="DIR")
+    export.add_argument("--format", choices=("zlab", "speculators"), default="zlab")
+    export.add_argument("--out", required=True, metavar="DIR", help="a directory that does not exist yet")
+    export.add_argument("--json", action="store_true")
 
     commands.add_parser("bench", help="measure one part; see `trainer bench --help`", add_help=False)
     return parser

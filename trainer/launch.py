@@ -7,29 +7,27 @@ the parts, the header, the pipeline.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import sys
 import threading
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from trainer.assembly import assemble, make_evaluate
+from trainer.assembly import assemble
 from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded, compare_config
-from trainer.config import ConfigError, TrainConfig, from_dict, to_dict
+from trainer.config import ConfigError, TrainConfig, to_dict
 from trainer.data.sources import DataError
 from trainer.metrics import End, Metrics, Start
 from trainer.model.target_models import TargetError
-from trainer.model.targets import load_target
 from trainer.pipeline import EXIT_DONE, EXIT_ERROR, Pipeline
 from trainer.signals import StopSignals
-from trainer.topology import cpu_notes, default_topology, probe_hardware
-from trainer.torch_setup import TorchUnfitError, configure_process, thread_rules
+from trainer.topology import cpu_notes, probe_hardware
+from trainer.torch_setup import TorchUnfitError
 
 FORESEEN = (CheckpointError, ConfigError, DataError, TargetError, TorchUnfitError)
 EXIT_CONFIG = 2
@@ -170,30 +168,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "absent"
     return found
-
-
-def evaluate_checkpoint(directory: str, *, as_json: bool) -> int:
-    """The `eval` command: held-out acceptance length of a stored drafter, on the devices of this machine."""
-    try:
-        loaded = CheckpointStore(Path(directory).parent).load(Path(directory))
-        config = from_dict(TrainConfig, loaded.config)
-        config = replace(config, topology=default_topology(probe_hardware()))
-        configure_process()
-        with thread_rules("verifier", config.topology.verifier[0]):
-            found = make_evaluate(config, load_target(config.target, config.topology.verifier[0]))(loaded.weights)
-    except FORESEEN as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
-    row = {
-        "checkpoint": directory,
-        "step": loaded.progress.step,
-        "accept_len": found.accept_len,
-        "by_position": found.by_position,
-        "blocks": found.blocks,
-    }
-    if as_json:
-        print(json.dumps(row))
-    else:
-        print(f"step {loaded.progress.step}: held-out acceptance length {found.accept_len:.3f} ({found.blocks} blocks)")
-        print("by position " + " ".join(f"{share:.2f}" for share in found.by_position))
-    return EXIT_DONE

@@ -30,6 +30,7 @@ from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded, Progres
 from trainer.config import ConfigError, TrainConfig, to_dict
 from trainer.data.batch import HiddenBatch, PackedBatch
 from trainer.data.sources import DataError
+from trainer.export import ExportError
 from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
 from trainer.metrics import Checkpoint, End, Eval, GateOpen, Metrics, Warmup
@@ -45,7 +46,7 @@ from trainer.summary import SummaryKeeper
 
 EXIT_DONE = 0
 EXIT_ERROR = 1
-FORESEEN = (Diverged, DataEnded, Stalled, CheckpointError, ConfigError, DataError)
+FORESEEN = (Diverged, DataEnded, Stalled, CheckpointError, ConfigError, DataError, ExportError)
 """Errors whose message says all; everything else is logged with its traceback."""
 LEAVE_S = 10.0
 """Seconds that the other threads get to end after an error."""
