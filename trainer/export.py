@@ -53,7 +53,7 @@ class Provenance:
     @classmethod
     def of(cls, target: Target, config: DrafterConfig) -> Provenance:
         """Read off a loaded target. Raises TargetError when no MASK token is known."""
-        text: Any = target.model.config.get_text_config()  # type: ignore[operator, union-attr]  # a transformers model
+        text = target.model.config.get_text_config()
         end = text.eos_token_id
         return cls(
             target_name=target.name,

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,8 +58,8 @@ class Target:
     """A loaded target. Frozen, in evaluation mode; safe to call from several threads of one device."""
 
     name: str
-    model: nn.Module
-    """The whole causal language model (for true decoding)."""
+    model: Any
+    """The whole causal language model of transformers, an untyped nn.Module (for true decoding)."""
     tokenizer: Any
     layer_ids: tuple[int, ...]
     rope_theta: float
@@ -120,13 +122,19 @@ class Target:
                 **kwargs,
             )
 
-    def _run(self, **inputs: Any) -> torch.Tensor:
+    @contextmanager
+    def capturing(self) -> Iterator[dict[int, torch.Tensor]]:
+        """Collect this thread's outputs [1, n, H] of the chosen layers, by layer, of forwards inside the block."""
         states: dict[int, torch.Tensor] = {}
         self._captured.states = states
         try:
-            self._trunk(**inputs)
+            yield states
         finally:
             self._captured.states = None
+
+    def _run(self, **inputs: Any) -> torch.Tensor:
+        with self.capturing() as states:
+            self._trunk(**inputs)
         return torch.cat([states[i][0] for i in self.layer_ids], dim=-1)
 
     @torch.no_grad()
