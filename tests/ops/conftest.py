@@ -122,9 +122,9 @@ class Lab:
         """What `fab deploy` does, without starting it."""
         releasing.deploy(self.remote, releasing.collect(self.checkout), "test", lambda _: None, console.upload)
 
-    def launch(self, *settings: str) -> runs.RunStatus:
-        """What `fab launch --set ...` does, without starting it; waits until the run trains."""
-        options = launching.LaunchOptions("threadwarm", settings)
+    def launch(self, *words: str) -> runs.RunStatus:
+        """What `fab launch --set k=v ...` does, without starting it; waits until the run trains."""
+        options = launching.LaunchOptions("threadwarm", tuple(word for word in words if word != "--set"))
         launching.launch(self.remote, self.target, options, "test", lambda _: None)
         return self.wait_for("training")
 
