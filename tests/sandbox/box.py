@@ -165,12 +165,11 @@ class Container:
 
 @dataclass
 class Sshd:
-    """An OpenSSH server with its own keys, in a network namespace if one is named."""
+    """An OpenSSH server with its own keys."""
 
     home: Path
     address: str = "127.0.0.1"
     port: int = 0
-    namespace: str | None = None
     process: subprocess.Popen[bytes] | None = None
 
     def create(self) -> None:
@@ -207,9 +206,8 @@ class Sshd:
     def start(self) -> None:
         config = self.home / "sshd_config"
         config.write_text(SSHD_CONFIG.format(port=self.port, address=self.address, home=self.home))
-        inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
         self.process = subprocess.Popen(
-            [*inside, "/usr/sbin/sshd", "-D", "-f", str(config), "-E", f"{self.home}/sshd.log"],
+            ["/usr/sbin/sshd", "-D", "-f", str(config), "-E", f"{self.home}/sshd.log"],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -33,6 +33,8 @@ class Laptop:
     box: Box
     home: Path
     name: str
+    place: str = ""
+    """A network namespace to run `fab` in; empty: this machine's own."""
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     remotes: list[Remote] = field(default_factory=list)
 
@@ -110,14 +112,18 @@ class Laptop:
         (self.checkout / "hosts.yaml").write_text(yaml.safe_dump(body))
 
     def remote(self) -> Remote:
-        """The target's agent, called from this process."""
+        """The target's agent, called from this process (and so from this network namespace)."""
         target = self.target
         made = Remote(connect.open_transport(target), Place(target.python, target.root, target.workspace))
         self.remotes.append(made)
         return made
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "fabric", *words]
+        return [*self.elsewhere, sys.executable, "-m", "fabric", *words]
+
+    @property
+    def elsewhere(self) -> list[str]:
+        return ["ip", "netns", "exec", self.place] if self.place else []
 
     def fab(self, *words: str, timeout: float = 120.0, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """Run `fab` to its end."""

@@ -1,6 +1,6 @@
-"""A laptop and a host that are far apart: two network namespaces, and between them a wire with delay and loss.
+"""A laptop far from its host: a network namespace of its own, and a wire to it with delay and loss.
 
-The wire is this process: it carries IP packets between a TUN device in each namespace, each packet late by `delay_s`
+The wire is this process: it carries IP packets between a TUN device at each end, each packet late by `delay_s`
 and lost with probability `loss`. (`tc netem` does the same, in kernels that have it; many small ones do not.) TCP on
 both sides is the kernel's own, with its real retransmissions.
 """
@@ -83,49 +83,46 @@ class Wire:
 
 @dataclass(frozen=True)
 class Network:
-    """The two places: run a command in one with `ip netns exec NAME`."""
+    """The laptop's place (run a command there with `ip netns exec PLACE`), and where it finds the host."""
 
     laptop: str
-    host: str
     host_address: str
     wire: Wire
-
-    def inside(self, place: str, *argv: str) -> list[str]:
-        return ["ip", "netns", "exec", place, *argv]
 
 
 @contextlib.contextmanager
 def network(delay_s: float = 0.0, loss: float = 0.0) -> Iterator[Network]:
-    """Both namespaces and the wire, up; removed afterwards."""
+    """The wire and its two ends, up; removed afterwards.
+
+    The host is this machine's own namespace: LXC's tools find a container through an abstract socket, and those
+    belong to a network namespace.
+    """
     tag = f"dfl{os.getpid()}"
-    places = {f"{tag}-lap": "10.213.7.1", f"{tag}-host": "10.213.7.2"}
+    place, laptop_address, host_address = f"{tag}-lap", "10.213.7.1", "10.213.7.2"
     ends: list[int] = []
-    made: list[str] = []
+    _ip("netns", "add", place)
     try:
-        for number, (place, address) in enumerate(places.items()):
+        for number, inside in enumerate((["-n", place], [])):
             device = f"{tag}t{number}"
-            _ip("netns", "add", place)
-            made.append(place)
             ends.append(_tun(device))
-            _ip("link", "set", device, "netns", place)
-            peer = list(places.values())[1 - number]
-            _ip("-n", place, "addr", "add", f"{address}/32", "peer", peer, "dev", device)
-            _ip("-n", place, "link", "set", device, "up", "mtu", str(MTU))
-            _ip("-n", place, "link", "set", "lo", "up")
+            if inside:
+                _ip("link", "set", device, "netns", place)
+            here, there = (laptop_address, host_address) if inside else (host_address, laptop_address)
+            _ip(*inside, "addr", "add", f"{here}/32", "peer", there, "dev", device)
+            _ip(*inside, "link", "set", device, "up", "mtu", str(MTU))
+        _ip("-n", place, "link", "set", "lo", "up")
         wire = Wire((ends[0], ends[1]), delay_s, loss)
         thread = threading.Thread(target=wire.run, daemon=True)
         thread.start()
         try:
-            laptop, host = places
-            yield Network(laptop, host, places[host], wire)
+            yield Network(place, host_address, wire)
         finally:
             wire.stop()
             thread.join(5)
     finally:
         for end in ends:
-            os.close(end)
-        for place in made:
-            _ip("netns", "del", place)
+            os.close(end)  # the devices go with their descriptors
+        _ip("netns", "del", place)
 
 
 def _tun(device: str) -> int:
