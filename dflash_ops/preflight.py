@@ -237,8 +237,9 @@ def _notes(expected: Expected, container: GpuFacts, host: GpuFacts | None) -> tu
 
 def _idle_sentence(expected: Expected, cards: Sequence[CardVerdict], views: Sequence[GpuFacts]) -> str:
     places = " and ".join(facts.where for facts in views)
+    count = "1 card" if len(cards) == 1 else f"{len(cards)} cards"
     return (
-        f"{len(cards)} cards idle: no process, at most {expected.memory_mib:g} MiB and {expected.utilization:g} % "
+        f"{count} idle: no process, at most {expected.memory_mib:g} MiB and {expected.utilization:g} % "
         f"in {max(1, expected.samples)} samples, seen from {places}"
     )
 
