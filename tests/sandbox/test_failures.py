@@ -12,7 +12,7 @@ import pytest
 
 from tests.fixtures.fake_nvidia_smi import BUSY, IDLE, install
 from tests.sandbox.box import Box, children
-from tests.sandbox.laptop import Laptop, eventually
+from tests.sandbox.laptop import REPOSITORY, Laptop, eventually
 from tests.sandbox.test_tail import start_run
 
 pytestmark = pytest.mark.sandbox
@@ -84,6 +84,39 @@ class TestRoute:
         laptop.write_hosts(vmid=value)
         refused(laptop, 2, "hosts.yaml")
         assert laptop.box.sshd.log == before
+
+
+class TestWrapper:
+    """The wrapper that docs/security.md gives a plain user, word for word but for pct's place."""
+
+    @pytest.fixture
+    def wrapper(self, laptop: Laptop) -> str:
+        text = (REPOSITORY / "docs" / "security.md").read_text()
+        block = text.partition("# /usr/local/sbin/dflash-pct")[2].partition("# /etc/sudoers.d")[0]
+        lines = [line.removeprefix(" " * 8) for line in block.splitlines()[1:]]
+        path = laptop.home / "dflash-pct"
+        path.write_text("\n".join(lines).replace("/usr/sbin/pct", str(laptop.box.pct)) + "\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def test_it_lets_the_tool_through(self, laptop: Laptop, wrapper: str) -> None:
+        laptop.write_hosts(pct=wrapper)
+        done = laptop.fab("status")
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["exec", "201", "--", "true"],
+            ["exec", "200", "true"],
+            ["exec", "200", "--extra-args", "x", "--", "true"],
+            ["stop", "200"],
+            ["status", "200 201"],
+            [],
+        ],
+    )
+    def test_and_nothing_else(self, wrapper: str, words: list[str]) -> None:
+        assert subprocess.run([wrapper, *words], capture_output=True, check=False).returncode == 126
 
 
 class TestContainer:
