@@ -14,8 +14,10 @@ from trainer.config import TrainConfig
 from trainer.data.stream import BatchStream
 from trainer.evaluate import TeacherForced
 from trainer.export import initialise
+from trainer.memory import check_memory, free_memory
 from trainer.model.attention import SdpaAttention, layer_layouts
 from trainer.model.drafter import Attend, Drafter, DrafterShape
+from trainer.model.target_models import weigh
 from trainer.model.targets import Target, load_target
 from trainer.parts import Evaluate, Evaluation, Parts
 from trainer.step import TargetEnds, TrainStep
@@ -30,6 +32,8 @@ def assemble(config: TrainConfig) -> Parts:
     topology = config.topology
     torch_setup.configure_process()
     verifiers = topology.verifier or topology.target[:1]
+    if free := free_memory(config):
+        check_memory(config, weigh(config.target), free)
     targets = {device: load_target(config.target, device) for device in dict.fromkeys([*topology.target, *verifiers])}
     first = targets[topology.target[0]]
     ends = TargetEnds(first.embed_VH, first.head_VH, first.mask_token(config.drafter))

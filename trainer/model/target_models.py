@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import TargetConfig
+from trainer.memory import TargetFacts
 from trainer.model.document_attention import register
 from trainer.model.kernels import slow_kernel_reason
 
@@ -62,12 +63,7 @@ def stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = TINY if config.path == "tiny" else Path(config.path).expanduser()
-    if not (path / "config.json").is_file():
-        raise TargetError(
-            f"target.path {config.path!r} has no config.json: expected `tiny`, `shape:27b`, or a directory with a "
-            "transformers checkpoint"
-        )
+    path = _checkpoint(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -77,6 +73,16 @@ def stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
         raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
     _refuse_slow_kernels(config, model.config.get_text_config(), device)
     return model.to(device), tokenizer
+
+
+def _checkpoint(config: TargetConfig) -> Path:
+    path = TINY if config.path == "tiny" else Path(config.path).expanduser()
+    if not (path / "config.json").is_file():
+        raise TargetError(
+            f"target.path {config.path!r} has no config.json: expected `tiny`, `shape:27b`, or a directory with a "
+            "transformers checkpoint"
+        )
+    return path
 
 
 def random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
@@ -100,6 +106,30 @@ def random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
     with torch.device(device):
         model: Any = build(shape, dtype=getattr(torch, config.dtype), attn_implementation=register())
     return model, AutoTokenizer.from_pretrained(TINY, local_files_only=True)
+
+
+def weigh(config: TargetConfig) -> TargetFacts:
+    """What the target will hold, from its configuration alone: nothing is loaded. Raises TargetError."""
+    meta = torch.device("meta")
+    if config.path.startswith("shape:"):
+        model, _ = random_model(config, meta)
+    else:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            stored = AutoConfig.from_pretrained(_checkpoint(config), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
+        build: Any = AutoModelForCausalLM.from_config  # unannotated in transformers
+        with meta:
+            model = build(stored)
+    shape = model.config.get_text_config()
+    return TargetFacts(
+        parameters=sum(p.numel() for p in model.parameters()),
+        hidden_size=int(shape.hidden_size),
+        vocab_size=int(shape.vocab_size),
+        features=len(config.layer_ids) if config.layer_ids else config.num_features,
+    )
 
 
 def _refuse_slow_kernels(config: TargetConfig, text_config: Any, device: torch.device) -> None:

@@ -1,0 +1,61 @@
+"""Memory estimates by role and device, before anything loads. Seen to fail with the verifier's target left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainer.config import ConfigError, DataConfig, TargetConfig, TopologyConfig, TrainConfig
+from trainer.memory import TargetFacts, check_memory, drafter_parameters, needs
+from trainer.model.target_models import weigh
+
+FACTS_27B = TargetFacts(parameters=26_900_000_000, hidden_size=5120, vocab_size=248320, features=5)
+H200 = 140_000_000_000
+
+
+def config(target: tuple[str, ...], drafter: tuple[str, ...], verifier: tuple[str, ...]) -> TrainConfig:
+    return TrainConfig(
+        variant="threadwarm",
+        data=DataConfig(token_budget=4 * 4096, block_slots=4 * 512),
+        topology=TopologyConfig(target=target, drafter=drafter, verifier=verifier),
+    )
+
+
+def test_the_drafter_of_a_27b_target_has_1_73_billion_parameters() -> None:
+    assert drafter_parameters(config(("cuda:0",), ("cuda:1",), ()), FACTS_27B) == pytest.approx(1.73e9, rel=1e-3)
+
+
+def test_a_drafters_need_is_what_was_measured() -> None:
+    """70.5 GB at 4 x 4096 tokens on an H200, two spare batches of 0.84 GB among them (docs/benchmarks.md)."""
+    found = {need.role: need.bytes for need in needs(config(("cuda:0",), ("cuda:1",), ()), FACTS_27B)}
+    assert found["drafter0 on cuda:1"] / 1e9 == pytest.approx(70.5 - 1.7, rel=0.03)
+    assert found["target on cuda:0"] / 1e9 == pytest.approx(55, rel=0.05)
+
+
+def test_a_device_of_its_own_for_each_role_fits_and_one_for_all_does_not() -> None:
+    spread = config(("cuda:0",), ("cuda:1", "cuda:2"), ("cuda:3",))
+    check_memory(spread, FACTS_27B, {f"cuda:{i}": H200 for i in range(4)})
+    crowded = config(("cuda:0",), ("cuda:0", "cuda:0"), ("cuda:0",))
+    with pytest.raises(ConfigError, match=r"drafter0 on cuda:0.*GB, 140\.0 free.*target 5\d\.\d.*topology"):
+        check_memory(crowded, FACTS_27B, {"cuda:0": H200})
+
+
+def test_the_device_that_is_too_small_is_named() -> None:
+    spread = config(("cuda:0",), ("cuda:1",), ("cuda:2",))
+    free = {"cuda:0": H200, "cuda:1": 24_000_000_000, "cuda:2": H200}
+    with pytest.raises(ConfigError, match=r"drafter0 on cuda:1.*24\.0 free"):
+        check_memory(spread, FACTS_27B, free)
+
+
+def test_a_verifier_elsewhere_holds_a_target_too() -> None:
+    roles = {need.role for need in needs(config(("cuda:0",), ("cuda:1",), ("cuda:2",)), FACTS_27B)}
+    assert {"target on cuda:0", "target on cuda:2"} <= roles
+    assert not needs(config(("cpu",), ("cpu",), ("cpu",)), FACTS_27B)
+
+
+@pytest.mark.parametrize(("path", "least", "most"), [("tiny", 1e6, 2e7), ("shape:27b", 25e9, 29e9)])
+def test_a_target_is_weighed_without_loading_it(path: str, least: float, most: float) -> None:
+    facts = weigh(replace(TargetConfig(), path=path))
+    assert least < facts.parameters < most
+    assert facts.features == 5

@@ -1,0 +1,121 @@
+"""Does the run fit its GPUs? Asked before anything is loaded, answered by role and device.
+
+The estimate is arithmetic on shapes, and was checked against a measurement: a 27B-shape drafter step with 4 x 4096
+tokens and 2,048 blocks of 16 peaked at 70.5 GB with two spare batches of 0.84 GB (docs/benchmarks.md); this says 68.8.
+
+Shape legend: P drafter parameters, T context tokens, N block slots, B block size, Q = N * B, K captured layers, H
+hidden size, V vocabulary, F intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.config import ConfigError, TrainConfig
+
+CONTEXT_BYTES = 1_000_000_000
+"""One CUDA context with its libraries' workspaces."""
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What the estimate needs to know of the target."""
+
+    parameters: int
+    hidden_size: int
+    vocab_size: int
+    features: int
+    """K."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that one role will hold on one device."""
+
+    role: str
+    device: str
+    bytes: int
+
+
+def drafter_parameters(config: TrainConfig, facts: TargetFacts) -> int:
+    """P: projections and fusion; norms are too small to matter."""
+    drafter, hidden = config.drafter, facts.hidden_size
+    heads, kv_heads = drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
+    layer = hidden * (2 * heads + 2 * kv_heads) + 3 * hidden * drafter.intermediate_size
+    return drafter.num_layers * layer + facts.features * hidden * hidden
+
+
+def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
+    """Every role's need on its GPU; roles on the CPU are left out."""
+    topology = config.topology
+    holders = dict.fromkeys([*topology.target, *topology.verifier])
+    found = [Need(f"target on {device}", device, _target_bytes(config, facts)) for device in holders]
+    batch = config.data.token_budget * facts.features * facts.hidden_size * _width(config)
+    for device in topology.target:
+        queued = (config.run.queue_depth + 1) * len(topology.drafter)
+        found.append(Need(f"hidden states waiting on {device}", device, queued * batch))
+    for rank, device in enumerate(topology.drafter):
+        # Embedding and head come from the first target; elsewhere they are copied.
+        shared = device == topology.target[0]
+        found.append(Need(f"drafter{rank} on {device}", device, _drafter_bytes(config, facts, shared)))
+    for rank, device in enumerate(topology.verifier):
+        found.append(
+            Need(f"verifier{rank} on {device}", device, 2 * drafter_parameters(config, facts) * _width(config))
+        )
+    return [need for need in found if need.device != "cpu"]
+
+
+def check_memory(config: TrainConfig, facts: TargetFacts, free: Mapping[str, int]) -> None:
+    """Raises ConfigError for the first device whose roles need more than it has free."""
+    by_device: dict[str, list[Need]] = defaultdict(list)
+    for need in needs(config, facts):
+        by_device[need.device].append(need)
+    for device, roles in by_device.items():
+        total = CONTEXT_BYTES + sum(need.bytes for need in roles)
+        if total > free[device]:
+            parts = ", ".join(f"{need.role.replace(f' on {device}', '')} {need.bytes / GB:.1f}" for need in roles)
+            largest = max(roles, key=lambda need: need.bytes)
+            raise ConfigError(
+                f"{largest.role} and its neighbours need about {total / GB:.1f} GB, {free[device] / GB:.1f} free "
+                f"({parts}). Spread the roles with topology.*, or lower data.token_budget and data.block_slots"
+            )
+
+
+def free_memory(config: TrainConfig) -> dict[str, int]:
+    """Free bytes of every GPU in the topology."""
+    import torch
+
+    topology = config.topology
+    devices = {*topology.target, *topology.drafter, *topology.verifier} - {"cpu"}
+    return {device: torch.cuda.mem_get_info(device)[0] for device in sorted(devices)}
+
+
+def _width(config: TrainConfig) -> int:
+    return 2 if config.target.dtype == "bfloat16" else 4
+
+
+def _target_bytes(config: TrainConfig, facts: TargetFacts) -> int:
+    # One document passes at a time: a few hidden-sized and FFN-sized tensors of its length.
+    activations = config.data.max_document_tokens * facts.hidden_size * 40 * _width(config)
+    return facts.parameters * _width(config) + activations
+
+
+def _drafter_bytes(config: TrainConfig, facts: TargetFacts, shares_target: bool) -> int:
+    drafter, width, hidden = config.drafter, _width(config), facts.hidden_size
+    parameters = drafter_parameters(config, facts)
+    masters = 12 * parameters  # fp32 master weight and two moments
+    weights = (0 if width == 4 else width * parameters) + width * parameters  # working copy and gradient
+    wide_sum = 4 * parameters if config.optim.micro_steps > 1 and width == 2 else 0
+    ends = 0 if shares_target else 2 * facts.vocab_size * hidden * width
+    inputs = config.data.token_budget * facts.features * hidden * width
+    rows, context = config.data.block_slots * drafter.block_size, config.data.token_budget
+    heads, kv_heads = drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
+    saved_row = 4 * hidden + 3 * drafter.intermediate_size + 3 * heads + 3 * kv_heads
+    saved = drafter.num_layers * (rows * saved_row + context * 3 * kv_heads) + 3 * hidden * (rows + context)
+    backward = 2 * rows * drafter.intermediate_size
+    copies = 1 if config.compile else 2
+    logits = min(config.loss.chunk_rows, rows) * facts.vocab_size * copies
+    return masters + weights + wide_sum + ends + inputs + width * (saved + backward + logits)
