@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_ops.errors import EnvironmentUnfit
+
 RELEASE_ID = re.compile(r"[0-9a-f]{16}\Z")
 RUN_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[a-z0-9_]{1,40}-[0-9a-f]{4}\Z")
 
@@ -72,8 +74,16 @@ class Layout:
         return self.workspace / f"train_{variant}.log"
 
     def create(self) -> None:
-        for path in (self.releases, self.cache, self.runs):
-            path.mkdir(parents=True, exist_ok=True, mode=0o755)
+        """Make the directories; EnvironmentUnfit where the disk refuses."""
+        try:
+            for path in (self.releases, self.cache, self.runs):
+                path.mkdir(parents=True, exist_ok=True, mode=0o755)
+        except OSError as error:
+            raise EnvironmentUnfit(
+                "the target's directories cannot be made",
+                why=str(error),
+                hint="check `root:` and `workspace:` in hosts.yaml, and free space there",
+            ) from None
 
 
 def linked_release(link: Path) -> str | None:

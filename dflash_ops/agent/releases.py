@@ -11,6 +11,7 @@ file compiles with this very Python does one rename make it a release, and one m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -330,8 +331,9 @@ def _sha256(path: Path) -> str:
 def append_audit(layout: Layout, verb: str, who: str, detail: str) -> None:
     """One line in audit.jsonl for every verb that changes the target."""
     line = json.dumps({"time": time.time(), "verb": verb, "who": who, "detail": detail}) + "\n"
-    descriptor = os.open(layout.audit, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):  # the work is done; a full disk must not make it look failed
+        descriptor = os.open(layout.audit, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)

@@ -136,7 +136,7 @@ def directories(layout: Layout) -> list[Path]:
     """Run directories, newest first. Names sort by time."""
     try:
         names = [path.name for path in layout.runs.iterdir() if RUN_ID.match(path.name)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [layout.run(name) for name in sorted(names, reverse=True)]
 

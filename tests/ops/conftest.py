@@ -58,6 +58,8 @@ class Lab:
     checkout: Path
     root: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    extra: dict[str, str] = field(default_factory=dict)
+    """More environment for `fab`."""
 
     @property
     def layout(self) -> Layout:
@@ -77,7 +79,7 @@ class Lab:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"PATH": os.environ["PATH"], "HOME": str(self.checkout), "LAPTOP_SECRET": "leak"}
+        return {"PATH": os.environ["PATH"], "HOME": str(self.checkout), "LAPTOP_SECRET": "leak", **self.extra}
 
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "fabric", *words]
