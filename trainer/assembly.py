@@ -18,8 +18,8 @@ from trainer.memory import check_memory, free_memory
 from trainer.model.attention import SdpaAttention, layer_layouts
 from trainer.model.drafter import Attend, Drafter, DrafterShape
 from trainer.model.target_models import weigh
-from trainer.model.targets import Target, load_target
-from trainer.parts import Evaluate, Evaluation, Parts
+from trainer.model.targets import Target, WithFinalStates, load_target
+from trainer.parts import Evaluate, Evaluation, Parts, TargetModel
 from trainer.step import TargetEnds, TrainStep
 
 
@@ -59,9 +59,13 @@ def assemble(config: TrainConfig) -> Parts:
         torch_setup.forbid_compilation()
         counts.append(torch_setup.compile_counts())
 
+    def target(rank: int) -> TargetModel:
+        loaded = targets[topology.target[rank]]
+        return loaded if config.loss.labels == "tokens" else WithFinalStates(loaded)
+
     return Parts(
         open_source=open_source,
-        target=lambda rank: targets[topology.target[rank]],
+        target=target,
         step=step,
         evaluator=lambda rank: make_evaluate(config, targets[verifiers[rank]]),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),

@@ -13,6 +13,7 @@ P flat parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,18 @@ from trainer.config import ConfigError, TrainConfig
 from trainer.data.batch import HiddenBatch
 from trainer.graphs import CapturedStep, compiled
 from trainer.inputs import StepInputs
-from trainer.model.anchors import labels_and_weights
+from trainer.model.anchors import labels_and_weights, predicting_rows
 from trainer.model.attention import layer_layouts, make_attention
 from trainer.model.drafter import Attend, Drafter
-from trainer.model.loss import RowPass, accept_lengths, block_loss, fused_gradient_over_logits
+from trainer.model.loss import (
+    RowPass,
+    Teacher,
+    accept_lengths,
+    block_loss,
+    dpace,
+    fused_gradient_over_logits,
+    teacher_choices,
+)
 from trainer.optim import FlatAdamW, flatten_parameters
 
 STATS = ("numerator", "denominator", "correct", "counted", "accept_sum", "blocks", "tokens")
@@ -86,11 +95,6 @@ class TrainStep:
     def __init__(
         self, config: TrainConfig, drafter: Drafter, target_ends: TargetEnds, device: str | torch.device
     ) -> None:
-        if config.loss.labels != "tokens" or config.loss.weighting != "decay":
-            raise ConfigError(
-                f"loss.labels={config.loss.labels} with loss.weighting={config.loss.weighting} is not built yet; "
-                "use loss.labels=tokens and loss.weighting=decay"
-            )
         self.config, self.device = config, torch.device(device)
         on_gpu = self.device.type == "cuda"
         if config.graphs == "compiler" and on_gpu:
@@ -116,7 +120,10 @@ class TrainStep:
             parameters[name].data = weight
             parameters[name].grad = grad
 
-        self.inputs = StepInputs(config, hidden_size=self.drafter.fc.in_features, dtype=self.dtype, device=self.device)
+        self._features = self.drafter.fc.in_features
+        # Labels that the target makes come from its final states, which then follow the captured ones.
+        final = 0 if config.loss.labels == "tokens" else self.drafter.shape.hidden_size
+        self.inputs = StepInputs(config, hidden_size=self._features + final, dtype=self.dtype, device=self.device)
         layouts = layer_layouts(config.drafter, config.data.token_budget, config.data.block_slots)
         self.attention = make_attention(config.attention, layouts, self.device)
         use_compile = on_gpu and config.compile and config.attention == "flex"
@@ -163,7 +170,9 @@ class TrainStep:
             self._apply()
 
     def _accumulate(self) -> None:
-        inputs, block_size = self.inputs, self.config.drafter.block_size
+        inputs, block_size, loss = self.inputs, self.config.drafter.block_size, self.config.loss
+        final_TH = inputs.hidden_TKH[:, self._features :]
+        choices_T = teacher_choices(final_TH, self.head_VH, loss.chunk_rows) if loss.labels == "argmax" else None
         block_ids_NB, labels_NB, weights_NB, block_positions_NB = labels_and_weights(
             inputs.input_ids_T,
             inputs.positions_T,
@@ -173,14 +182,18 @@ class TrainStep:
             inputs.keep_N,
             block_size=block_size,
             mask_token_id=self.mask_token_id,
-            gamma=self.config.loss.gamma,
+            gamma=math.inf if loss.weighting == "dpace" else loss.gamma,
+            label_ids_T=choices_T,
         )
+        teacher = None
+        if loss.labels == "kl":
+            teacher = Teacher(final_TH, predicting_rows(inputs.anchors_N, block_size, final_TH.shape[0]).flatten())
         self.attention.fill(inputs.anchors_N, inputs.keep_N, inputs.doc_ids_T, inputs.cu_seqlens_D1)
         block_embeds_QH = torch.nn.functional.embedding(block_ids_NB.flatten(), self.embed_VH)
         with torch.enable_grad():
             states_QH = self._forward(
                 self.drafter,
-                inputs.hidden_TKH,
+                inputs.hidden_TKH[:, : self._features],
                 inputs.positions_T,
                 block_embeds_QH,
                 block_positions_NB.flatten(),
@@ -193,8 +206,10 @@ class TrainStep:
                 self.head_VH,
                 labels_NB[:, 1:].flatten(),
                 weights_NB[:, 1:].flatten(),
-                self.config.loss.chunk_rows,
+                loss.chunk_rows,
                 self._row_pass,
+                teacher=teacher,
+                reweigh=dpace(block_size - 1, loss.dpace_smoothing) if loss.weighting == "dpace" else None,
             )
             sums.numerator.backward()  # type: ignore[no-untyped-call]  # torch leaves backward unannotated
         with torch.no_grad():

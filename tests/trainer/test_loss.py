@@ -119,19 +119,19 @@ def test_acceptance_is_one_plus_the_leading_run(hits: str, weights: str, length:
 
 def test_dpace_weights_by_hand() -> None:
     """w_j = sum_{m>=j} prod_{i<=m} q_i. Failed with products that start at j."""
-    q = torch.tensor([1.0, 0.5, 0.8, 0.25])  # the anchor's own place is never weighed
-    weights = dpace_weights(-q.log(), torch.tensor([0.0, 1.0, 1.0, 1.0]), 4, smoothing=0.0)
+    q = torch.tensor([0.5, 0.8, 0.25])
+    weights = dpace_weights(-q.log(), torch.ones(3), 3, smoothing=0.0)
     reached = [0.5, 0.5 * 0.8, 0.5 * 0.8 * 0.25]
-    assert weights.tolist() == pytest.approx([0.0, sum(reached), sum(reached[1:]), reached[2]])
-    smooth = dpace_weights(-q.log(), torch.tensor([0.0, 1.0, 1.0, 1.0]), 4, smoothing=0.5)
+    assert weights.tolist() == pytest.approx([sum(reached), sum(reached[1:]), reached[2]])
+    smooth = dpace_weights(-q.log(), torch.ones(3), 3, smoothing=0.5)
     reached = [0.75, 0.75 * 0.9, 0.75 * 0.9 * 0.625]
-    assert smooth.tolist() == pytest.approx([0.0, sum(reached), sum(reached[1:]), reached[2]])
+    assert smooth.tolist() == pytest.approx([sum(reached), sum(reached[1:]), reached[2]])
 
 
 def test_dpace_gives_no_weight_after_a_place_without_a_label() -> None:
-    weights = dpace_weights(torch.full((4,), 0.1), torch.tensor([0.0, 1.0, 0.0, 1.0]), 4, smoothing=0.5)
-    assert weights[1] > 0
-    assert not weights[2:].any()
+    """Failed when products ran on over the gap."""
+    weights = dpace_weights(torch.full((6,), 0.1), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0]), 3, smoothing=0.5)
+    assert (weights > 0).tolist() == [True, False, False, True, True, False]
 
 
 def teacher_case() -> Teacher:
@@ -147,7 +147,7 @@ def test_the_options_equal_their_plain_forms(kind: str, chunk_rows: int) -> None
     hidden, head, labels, weights = case()
     options = {
         "teacher": teacher_case() if "kl" in kind else None,
-        "reweigh": dpace(4, 0.5) if "dpace" in kind else None,
+        "reweigh": dpace(3, 0.5) if "dpace" in kind else None,
     }
     fast = block_loss(hidden, head, labels, weights, chunk_rows, **options)  # type: ignore[arg-type]  # by name above
     plain = reference_block_loss(hidden, head, labels, weights, **options)  # type: ignore[arg-type]  # by name above

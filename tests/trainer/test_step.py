@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trainer.config import (
-    ConfigError,
     DataConfig,
     DrafterConfig,
     LossConfig,
@@ -278,9 +277,3 @@ def test_a_batch_of_another_shape_is_refused_and_names_the_field() -> None:
     wrong = replace(batch, packed=replace(batch.packed, anchors_N=batch.packed.anchors_N[:-1]))
     with pytest.raises(ValueError, match="anchors_N has shape"):
         step.load(wrong)
-
-
-def test_what_is_not_built_is_refused() -> None:
-    config = make_config()
-    with pytest.raises(ConfigError, match=r"loss\.labels=kl"):
-        make_step(replace(config, loss=replace(config.loss, labels="kl")))

@@ -13,7 +13,7 @@ import torch
 from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.packing import Document, pack
 from trainer.model.target_models import TINY, TargetError
-from trainer.model.targets import Target, load_target, packing_leak, target_layer_ids
+from trainer.model.targets import Target, WithFinalStates, load_target, packing_leak, target_layer_ids
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,10 @@ def test_states_that_are_not_finite_are_refused() -> None:
 def test_final_states_give_the_targets_own_next_tokens(target: Target) -> None:
     documents = [document(target, text) for text in TEXTS]
     row = pack(documents, index=0, cursor={}, token_budget=400, block_slots=4, max_documents=5, run_seed=0)
-    final = target.final_states(row)
+    states = target.hidden_states(row, final=True)
+    final = states[:, -target.hidden_size :]
+    assert torch.equal(states[:, : -target.hidden_size], target.hidden_states(row))
+    assert torch.equal(WithFinalStates(target).hidden_states(row), states)
     start = 0
     for each in documents:
         logits = target.model(each.input_ids[None], use_cache=False).logits[0]

@@ -94,11 +94,13 @@ def labels_and_weights(
     block_size: int,
     mask_token_id: int,
     gamma: float | None = None,
+    label_ids_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(block_ids_NB, labels_NB, weights_NB fp32, block_positions_NB), all fixed-shape tensor operations.
 
     Position k of a block predicts the token at anchor + k itself (masked-LM style, not shifted); k = 0 is
     the given anchor and has no weight. w = keep * [k >= 1] * [same document] * supervised * exp(-(k-1)/gamma).
+    `label_ids_T` replaces the text as what is asked (the target's own choices). gamma infinite: no decay.
     Labels outside the row are 0 with weight 0. Runs on any device, inside a captured graph too.
     """
     gamma = gamma if gamma is not None else default_gamma(block_size)
@@ -115,8 +117,15 @@ def labels_and_weights(
     counted_NB = inside_NB & same_NB & loss_mask_T[at_NB] & keep_N[:, None] & (offset_B >= 1)
     decay_B = torch.exp((1 - offset_B).float() / gamma)
     weights_NB = counted_NB * decay_B
-    labels_NB = torch.where(inside_NB, input_ids_T[at_NB], torch.zeros_like(at_NB))
+    asked_T = input_ids_T if label_ids_T is None else label_ids_T
+    labels_NB = torch.where(inside_NB, asked_T[at_NB], torch.zeros_like(at_NB))
     masks_NB = torch.full_like(at_NB, mask_token_id)
     block_ids_NB = torch.where(offset_B == 0, input_ids_T[anchor_in_N][:, None], masks_NB)
     block_positions_NB = positions_T[anchor_in_N][:, None] + offset_B
     return block_ids_NB, labels_NB, weights_NB, block_positions_NB
+
+
+def predicting_rows(anchors_N: torch.Tensor, block_size: int, tokens: int) -> torch.Tensor:
+    """Rows of the target that predict a block's drafted places, int64 [N, B-1]: anchor + k - 1, inside the row."""
+    offset = torch.arange(block_size - 1, device=anchors_N.device)
+    return (anchors_N.long()[:, None] + offset).clamp(max=tokens - 1)

@@ -97,22 +97,21 @@ def soft_gradient_over_logits(
     return top_R, losses_R
 
 
-def dpace_weights(losses_Q: torch.Tensor, weights_Q: torch.Tensor, block_size: int, smoothing: float) -> torch.Tensor:
+def dpace_weights(losses_R: torch.Tensor, weights_R: torch.Tensor, drafted: int, smoothing: float) -> torch.Tensor:
     """D-PACE: w_j = sum over m >= j of prod over i <= m of q_i, q = (1 - a) exp(-CE) + a, detached (arXiv 2605.18810).
 
-    The expected acceptance length's derivative in log q_j: a position weighs what depends on it. Nothing after
-    the first position without a label can be accepted, so its weight and all later ones' are zero.
+    Rows are the `drafted` = block_size - 1 places of each block, the anchor's left out. The weight is the expected
+    acceptance length's derivative in log q_j: a place weighs what depends on it. Nothing after the first place
+    without a label can be accepted, so the weight there and later is zero.
     """
-    q_NB = ((1.0 - smoothing) * torch.exp(-losses_Q.detach()) + smoothing).view(-1, block_size)[:, 1:]
-    counted_NB = (weights_Q > 0).view(-1, block_size)[:, 1:]
-    reached_NB = (q_NB * counted_NB).cumprod(dim=1)
-    later_NB = reached_NB.flip(1).cumsum(dim=1).flip(1) * (reached_NB > 0)
-    return torch.nn.functional.pad(later_NB, (1, 0)).flatten()
+    q_ND = ((1.0 - smoothing) * torch.exp(-losses_R.detach()) + smoothing).view(-1, drafted)
+    reached_ND = (q_ND * (weights_R > 0).view(-1, drafted)).cumprod(dim=1)
+    return (reached_ND.flip(1).cumsum(dim=1).flip(1) * (reached_ND > 0)).flatten()
 
 
-def dpace(block_size: int, smoothing: float) -> Reweigh:
+def dpace(drafted: int, smoothing: float) -> Reweigh:
     """`block_loss`'s `reweigh` for D-PACE."""
-    return lambda losses_Q, weights_Q: dpace_weights(losses_Q, weights_Q, block_size, smoothing)
+    return lambda losses_R, weights_R: dpace_weights(losses_R, weights_R, drafted, smoothing)
 
 
 @torch.no_grad()

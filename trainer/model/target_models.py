@@ -140,10 +140,15 @@ def _refuse_slow_kernels(config: TargetConfig, text_config: Any, device: torch.d
         raise TargetError(f"target.path {config.path!r}: {reason}")
 
 
+def text_body(model: Any) -> Any:
+    """The decoder without its head; the language part of a model that has others."""
+    body = model.base_model
+    return getattr(body, "language_model", body)
+
+
 def make_trunk(model: Any, layer_ids: tuple[int, ...], captured: Captured) -> nn.Module:
     """The text body up to the last captured layer, sharing its modules with `model`, with capture hooks."""
-    body = model.base_model
-    body = getattr(body, "language_model", body)
+    body = text_body(model)
     layers = getattr(body, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise TargetError(f"{type(model).__name__} has no list of decoder layers where this trainer looks for one")

@@ -28,7 +28,7 @@ from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.batch import PackedBatch
 from trainer.model.document_attention import document_bounds
 from trainer.model.drafter import DrafterShape
-from trainer.model.target_models import Captured, TargetError, make_trunk, random_model, stored_model
+from trainer.model.target_models import Captured, TargetError, make_trunk, random_model, stored_model, text_body
 
 KNOWN_MASK_TOKENS = {"qwen3": 151669, "qwen3_5_text": 248070}
 """Rows of published vocabularies that never occur in text, by model type."""
@@ -51,6 +51,17 @@ def target_layer_ids(num_layers: int, num_features: int) -> tuple[int, ...]:
             "set target.num_features lower or target.layer_ids by hand"
         )
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class WithFinalStates:
+    """A target that gives its final states with the captured ones: the pipeline's target where labels need them."""
+
+    target: Target
+
+    def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
+        """[T, (K+1)*H]."""
+        return self.target.hidden_states(packed, final=True)
 
 
 @dataclass
@@ -94,12 +105,14 @@ class Target:
         return self.embed_VH.dtype
 
     @torch.no_grad()
-    def document_states(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        """Captured states [T, K*H] of one document, on the target's device."""
-        return self._run(input_ids=input_ids_T.to(self.device)[None], use_cache=False)
+    def document_states(self, input_ids_T: torch.Tensor, *, final: bool = False) -> torch.Tensor:
+        """Captured states [T, K*H] of one document, on the target's device; `final` as in `hidden_states`."""
+        return self._run(final, input_ids=input_ids_T.to(self.device)[None], use_cache=False)
 
     @torch.no_grad()
-    def row_states(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    def row_states(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, bounds: list[int], *, final: bool = False
+    ) -> torch.Tensor:
         """Captured states [T, K*H] of documents [bounds[i], bounds[i+1]) in one forward, which must cover all T."""
         device = self.device
         kwargs: dict[str, Any] = {}
@@ -116,6 +129,7 @@ class Target:
             }
         with document_bounds(bounds):
             return self._run(
+                final,
                 input_ids=input_ids_T.to(device)[None],
                 position_ids=positions_T.to(device)[None],
                 use_cache=False,
@@ -132,51 +146,41 @@ class Target:
         finally:
             self._captured.states = None
 
-    def _run(self, **inputs: Any) -> torch.Tensor:
+    def _run(self, final: bool, **inputs: Any) -> torch.Tensor:
         with self.capturing() as states:
-            self._trunk(**inputs)
-        return torch.cat([states[i][0] for i in self.layer_ids], dim=-1)
+            out = (text_body(self.model) if final else self._trunk)(**inputs)
+        parts = [states[i][0] for i in self.layer_ids]
+        return torch.cat([*parts, out.last_hidden_state[0]] if final else parts, dim=-1)
 
     @torch.no_grad()
-    def hidden_states(self, packed: PackedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden_states(
+        self, packed: PackedBatch, out: torch.Tensor | None = None, *, final: bool = False
+    ) -> torch.Tensor:
         """Captured states [T, K*H] of a packed row, each document as if alone; padding is zero.
 
+        With `final` the whole model runs and its final-normed states follow, [T, (K+1)*H]: labels that the target
+        itself makes need them (`loss.labels` argmax and kl), nothing else does.
         `out` is written and returned when given (a persistent buffer on the target's device). On a CPU, raises
         TargetError when a state is not finite; on a GPU that check would wait for the device, and a step whose
         gradient is not finite is skipped instead.
         """
         rows = packed.input_ids_T.shape[0]
         if out is None:
-            size = (rows, self.num_features * self.hidden_size)
+            size = (rows, (self.num_features + final) * self.hidden_size)
             out = torch.empty(size, dtype=self.dtype, device=self.device)
         bounds = packed.cu_seqlens_D1[: packed.documents + 1].tolist()
         end = bounds[-1]
         if self.packing == "row" and end > 0:
-            out[:end] = self.row_states(packed.input_ids_T[:end], packed.positions_T[:end], bounds)
+            out[:end] = self.row_states(packed.input_ids_T[:end], packed.positions_T[:end], bounds, final=final)
         else:
             for a, b in itertools.pairwise(bounds):
-                out[a:b] = self.document_states(packed.input_ids_T[a:b])
+                out[a:b] = self.document_states(packed.input_ids_T[a:b], final=final)
         out[end:] = 0
         if self.device.type == "cpu" and not bool(out.isfinite().all()):
             raise TargetError(
                 f"{self.name} gave hidden states that are not finite in batch {packed.index}; its weights are damaged "
                 f"or {str(self.dtype).removeprefix('torch.')} is too narrow for it (set target.dtype)"
             )
-        return out
-
-    @torch.no_grad()
-    def final_states(self, packed: PackedBatch) -> torch.Tensor:
-        """States after the final norm [T, H], each document as if alone; padding is zero. The whole model runs.
-
-        Only labels made by the target need them (`loss.labels` argmax and kl).
-        """
-        body: Any = self.model.base_model
-        body = getattr(body, "language_model", body)
-        out = torch.zeros(packed.input_ids_T.shape[0], self.hidden_size, dtype=self.dtype, device=self.device)
-        bounds = packed.cu_seqlens_D1[: packed.documents + 1].tolist()
-        for a, b in itertools.pairwise(bounds):
-            ids = packed.input_ids_T[a:b].to(self.device)[None]
-            out[a:b] = body(input_ids=ids, use_cache=False).last_hidden_state[0]
         return out
 
     def mask_token(self, config: DrafterConfig) -> int:
