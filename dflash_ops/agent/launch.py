@@ -90,7 +90,7 @@ def launch(layout: Layout, request: LaunchRequest, say: Say) -> LaunchResult:
             | request.env
         )
         release = layout.release(plan.release)
-        config = trainer_cli.full_config(release, env, plan.variant, plan.overrides)
+        trainer_cli.check_config(release, env, plan.variant, plan.overrides)
         report = gate.inspect(layout, request.gate)
         gate.require_open(report)
         for check in report.checks:
@@ -106,7 +106,7 @@ def launch(layout: Layout, request: LaunchRequest, say: Say) -> LaunchResult:
             argv=record.argv,
             cwd=str(release),
             env=env,
-            header=_header(record, report, config),
+            header=_header(record, report),
             keep_alive=request.keep_alive,
         )
         return _start(layout, record, assignment, descriptor, report, say)
@@ -236,8 +236,8 @@ def _start(
     )
 
 
-def _header(record: RunRecord, report: GateReport, config: str) -> tuple[str, ...]:
-    """The log's first lines: enough to repeat the run."""
+def _header(record: RunRecord, report: GateReport) -> tuple[str, ...]:
+    """The log's first lines: what the trainer cannot know. Its own header follows, with the whole configuration."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     overrides = " ".join(f"{key}={value}" for key, value in record.overrides.items())
     return (
@@ -249,5 +249,4 @@ def _header(record: RunRecord, report: GateReport, config: str) -> tuple[str, ..
         f"host {record.host}, cpuset {process.cpuset()}",
         f"GPUs {', '.join(report.gpus) or 'none: the CPU trains'}",
         f"versions {versions}",
-        f"config {config}",
     )

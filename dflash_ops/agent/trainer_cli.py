@@ -18,19 +18,17 @@ def train_argv(variant: str, release: str, directory: Path, overrides: dict[str,
     return (sys.executable, "-m", "trainer", "train", *words)
 
 
-def full_config(release: Path, env: dict[str, str], variant: str, overrides: dict[str, str]) -> str:
-    """The whole configuration of this run as one line of JSON, checked by the trainer itself.
-
-    Raises UsageError with the trainer's own words, and the list of variants, where it refuses.
-    """
+def check_config(release: Path, env: dict[str, str], variant: str, overrides: dict[str, str]) -> None:
+    """Let the trainer itself judge variant and overrides; raises UsageError with its own words where it refuses."""
     done = _ask(release, env, ["config", "--variant", variant, *_settings(overrides)])
     if done.returncode == 0:
-        return " ".join(done.stdout.split())
+        return
     said = done.stderr.strip().splitlines()
-    variants = _ask(release, env, ["variants"]).stdout.strip()
+    reason = said[-1].removeprefix("error: ") if said else f"exit code {done.returncode}"
+    variants = [line.split()[0] for line in _ask(release, env, ["variants"]).stdout.splitlines() if line.strip()]
     raise UsageError(
-        f"the trainer refuses this configuration: {said[-1] if said else f'exit code {done.returncode}'}",
-        why=f"variants: {'; '.join(line.strip() for line in variants.splitlines())}" if variants else "",
+        f"the trainer refuses this configuration: {reason}",
+        why=f"the variants are {', '.join(variants)}" if variants and variants[0] not in reason else "",
         hint="choose a variant with --variant and correct --set; `python -m trainer config --variant V` shows all keys",
     )
 
