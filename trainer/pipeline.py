@@ -211,15 +211,19 @@ class Pipeline:
         def trains(name: str) -> bool:
             return not name.startswith("verifier")
 
-        self.scope.wait_until(lambda: self._stop_reason is not None, only=trains)
+        def stopping() -> bool:
+            return self._stop_reason is not None
+
         error: str | None = None
-        if not self.scope.cancelled and self._stop_reason is not None:
+        self.scope.wait_until(stopping, only=trains)
+        evaluated = self.scope.wait_until(stopping, self._config.run.eval_deadline_s, only=lambda name: True)
+        if not self.scope.cancelled and stopping():
             if not self.scope.wait(self._config.run.stop_deadline_s, only=trains):
                 error = (
                     f"no orderly stop within run.stop_deadline_s ({self._config.run.stop_deadline_s:.0f} s); "
                     f"still running: {', '.join(self.scope.alive())}"
                 )
-        elif not self.scope.cancelled and not self.scope.wait(self._config.run.eval_deadline_s):
+        elif not evaluated:
             error = (
                 f"the last evaluation did not end within run.eval_deadline_s "
                 f"({self._config.run.eval_deadline_s:.0f} s); the checkpoint is complete"

@@ -120,14 +120,18 @@ class Scope:
                 self._condition.wait(remaining)
         return True
 
-    def wait_until(self, done: Callable[[], bool], *, only: Callable[[str], bool]) -> None:
+    def wait_until(
+        self, done: Callable[[], bool], timeout_s: float | None = None, *, only: Callable[[str], bool]
+    ) -> bool:
         """Wait until `done()`, or the scope is cancelled, or the threads chosen by `only` have ended.
 
-        `done` is asked again whenever a thread ends and on `notify`. Without a deadline on purpose: the main
-        thread waits here for as long as training takes, and every stage's own waits have one.
+        `done` is asked again whenever a thread ends and on `notify`. Returns False when time ran out first. None for
+        the main thread while it trains: that takes as long as it takes, and every stage's own waits have deadlines.
         """
         with self._condition:
-            self._condition.wait_for(lambda: done() or self._cancelled or not any(map(only, self._alive)))
+            return self._condition.wait_for(
+                lambda: done() or self._cancelled or not any(map(only, self._alive)), timeout_s
+            )
 
     def notify(self) -> None:
         """Make `wait_until` look again."""

@@ -14,7 +14,9 @@ from small_run import events, run_small, small_config, small_parts
 
 from trainer.checkpoint import CheckpointStore
 from trainer.data.batch import PackedBatch
+from trainer.metrics import Metrics
 from trainer.parts import DrafterStep, Parts
+from trainer.pipeline import Pipeline
 from trainer.step import STATS, TrainStep
 
 
@@ -190,6 +192,26 @@ def emptied(parts: Parts, without: Callable[[int], Any]) -> Callable[[dict[str, 
     return open_source
 
 
+def hanging_evaluation(parts: Parts, release: threading.Event, asked: threading.Event | None = None) -> Parts:
+    """The first evaluation is real, the second waits for `release`."""
+
+    def evaluator(rank: int) -> Any:
+        real = parts.evaluator(rank)
+        calls: list[int] = []
+
+        def evaluate(weights: dict[str, torch.Tensor]) -> Any:
+            calls.append(1)
+            if len(calls) > 1:
+                if asked is not None:
+                    asked.set()
+                release.wait(60)
+            return real(weights)
+
+        return evaluate
+
+    return replace(parts, evaluator=evaluator)
+
+
 class Boom(RuntimeError):
     """Raised on purpose."""
 
@@ -274,6 +296,37 @@ class TestFailures:
             return replace(parts, evaluator=evaluator)
 
         assert self.run(tmp_path, change)["error"].startswith("verifier0: Boom: evaluation")
+
+    def test_a_last_evaluation_that_hangs(self, tmp_path: Path) -> None:
+        """The checkpoint is complete, and the run ends with the reason instead of waiting for ever."""
+        release = threading.Event()
+        config = small_config({"run.max_steps": "3", "run.eval_deadline_s": "0.5"})
+        code, _ = run_small(config, tmp_path, parts=hanging_evaluation(small_parts(config), release))
+        release.set()
+        assert code == 1
+        (end,) = events(tmp_path, "end")
+        assert "last evaluation did not end" in end["error"]
+        assert (tmp_path / "checkpoints/step-00000003/state.json").is_file()
+
+    def test_a_stop_during_the_last_evaluation(self, tmp_path: Path) -> None:
+        """Everything is trained and saved: a stop must not wait for an evaluation. Fails when the main thread
+        looks for a stop only while training."""
+        release, asked = threading.Event(), threading.Event()
+        config = small_config({"run.max_steps": "3"})
+        parts = hanging_evaluation(small_parts(config), release, asked)
+        metrics = Metrics(tmp_path)
+        pipeline = Pipeline(config, parts, metrics, CheckpointStore(tmp_path / "checkpoints"))
+
+        def stop() -> None:
+            assert asked.wait(60)
+            pipeline.request_stop("SIGTERM")
+
+        threading.Thread(target=stop, daemon=True).start()
+        code = pipeline.run()
+        release.set()
+        assert code == 0
+        (end,) = events(tmp_path, "end")
+        assert (end["reason"], end["step"]) == ("stopped", 3)
 
     def test_checkpoint_writer(self, tmp_path: Path) -> None:
         """Something else lies where checkpoints go: the run says so and names the path."""
