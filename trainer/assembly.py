@@ -12,6 +12,7 @@ import torch
 from trainer import torch_setup
 from trainer.config import TrainConfig
 from trainer.data.stream import BatchStream
+from trainer.decode import decode_acceptance
 from trainer.evaluate import TeacherForced
 from trainer.export import initialise
 from trainer.memory import check_memory, free_memory
@@ -67,7 +68,11 @@ def assemble(config: TrainConfig) -> Parts:
         open_source=open_source,
         target=target,
         step=step,
-        evaluator=lambda rank: make_evaluate(config, targets[verifiers[rank]]),
+        evaluator=lambda rank: make_evaluate(
+            config,
+            targets[verifiers[rank]],
+            always_decode=verifiers[rank] not in (*topology.target, *topology.drafter),
+        ),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
         on_gate_open=opened,
         check_steady=lambda: torch_setup.check_nothing_compiled(counts[-1]),
@@ -85,19 +90,19 @@ def open_stream(config: TrainConfig, target: Target) -> BatchStream:
     )
 
 
-def make_evaluate(config: TrainConfig, target: Target) -> Evaluate:
-    """Teacher-forced acceptance on the held-out documents, on the target's device.
+def make_evaluate(config: TrainConfig, target: Target, *, always_decode: bool) -> Evaluate:
+    """Acceptance on the held-out documents, on the target's device: teacher-forced, and truly decoded where it is due.
 
     Chunked SDPA, uncompiled: an evaluation is a small forward now and then, and must never compile beside
     training drafters.
     """
+    mask_token_id, run = target.mask_token(config.drafter), config.run
+    documents = open_stream(config, target).heldout()
     heldout = TeacherForced(
-        target,
-        open_stream(config, target).heldout(),
-        config.data,
-        block_size=config.drafter.block_size,
-        mask_token_id=target.mask_token(config.drafter),
+        target, documents, config.data, block_size=config.drafter.block_size, mask_token_id=mask_token_id
     )
+    # The first half of a held-out document is the prompt.
+    prompts = [document.input_ids[: max(1, len(document) // 2)] for document in documents[: run.decode_prompts]]
     drafter = Drafter(target.drafter_shape(config.drafter)).to(target.device, target.dtype).requires_grad_(False)
     layouts = layer_layouts(config.drafter, config.data.token_budget, config.data.block_slots)
     attention = SdpaAttention(layouts)
@@ -106,9 +111,15 @@ def make_evaluate(config: TrainConfig, target: Target) -> Evaluate:
         attention.fill(anchors_N, keep_N, doc_ids_T, torch.empty(0))  # SDPA masks by doc_ids alone
         return attention
 
-    def evaluate(weights: dict[str, torch.Tensor]) -> Evaluation:
+    def evaluate(weights: dict[str, torch.Tensor], *, last: bool) -> Evaluation:
         drafter.load_state_dict(weights, strict=True)
         found = heldout.measure(drafter, make_attend=attend, chunk_rows=config.loss.chunk_rows)
-        return Evaluation(found.mean, list(found.by_position), found.rounds)
+        decoded = None
+        if prompts and (last or always_decode):
+            true = decode_acceptance(
+                drafter, target, prompts, max_new_tokens=run.decode_tokens, mask_token_id=mask_token_id
+            )
+            decoded = Evaluation(true.mean, list(true.by_position), true.rounds)
+        return Evaluation(found.mean, list(found.by_position), found.rounds, decoded)
 
     return evaluate

@@ -192,6 +192,11 @@ class RunConfig:
     """Seconds any stage may wait for another in steady state before the run ends with an error."""
     eval_deadline_s: float = 600.0
     """Seconds the last evaluation may take after the last step."""
+    decode_prompts: int = 8
+    """Held-out prompts that are truly decoded, drafter and target together; 0: none. After the last step, and at every
+    evaluation where the verifier has a device of its own."""
+    decode_tokens: int = 64
+    """New tokens for each of them."""
     tensorboard: bool = True
     """Write the same numbers for TensorBoard, where it is installed."""
     seed: int = 0
@@ -201,6 +206,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("max_steps", "log_every", "eval_every", "checkpoint_every", "keep_last", "queue_depth"):
             _require(getattr(self, name) >= 1, f"run.{name} must be at least 1")
+        _require(self.decode_prompts >= 0, "run.decode_prompts must be at least 0")
+        _require(self.decode_tokens >= 2, "run.decode_tokens must be at least 2")
         for name in ("gate_deadline_s", "stop_deadline_s", "stall_deadline_s", "eval_deadline_s"):
             _require(getattr(self, name) > 0, f"run.{name} must be positive")
         _require(0 <= self.seed < 2**63, "run.seed must lie in 0 .. 2**63 - 1")

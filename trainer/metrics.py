@@ -89,6 +89,10 @@ class Eval:
     """Share of blocks whose first k drafted tokens were all accepted, k = 1..B-1."""
     blocks: int
     seconds: float
+    decode_accept_len: float | None = None
+    """The same from true speculative decoding of held-out prompts, where it was done."""
+    decode_by_position: list[float] | None = None
+    decode_rounds: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +212,14 @@ def human(event: Event) -> list[str]:
         case Eval():
             shares = " ".join(f"{share:.2f}" for share in event.by_position)
             measured = f"held-out acceptance length {event.accept_len:.3f}, by position {shares}"
-            return [f"eval      step {event.step}: {measured} ({event.blocks} blocks, {event.seconds:.1f} s)"]
+            lines = [f"eval      step {event.step}: {measured} ({event.blocks} blocks, {event.seconds:.1f} s)"]
+            if event.decode_accept_len is not None:
+                shares = " ".join(f"{share:.2f}" for share in event.decode_by_position or [])
+                lines.append(
+                    f"decoded   step {event.step}: {event.decode_accept_len:.3f} tokens a target forward, by position "
+                    f"{shares} ({event.decode_rounds} rounds)"
+                )
+            return lines
         case Checkpoint():
             return [f"saved     step {event.step}: {event.path} ({event.seconds:.1f} s)"]
         case End():

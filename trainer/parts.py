@@ -78,10 +78,16 @@ class Evaluation:
     by_position: list[float]
     """Share of blocks whose first k drafted tokens were all accepted, k = 1..B-1."""
     blocks: int
+    decoded: Evaluation | None = None
+    """The same from true speculative decoding, where it was done; its blocks are rounds."""
 
 
-Evaluate = Callable[[dict[str, torch.Tensor]], Evaluation]
-"""Weights under their published keys -> acceptance."""
+class Evaluate(Protocol):
+    """Weights under their published keys -> acceptance."""
+
+    def __call__(self, weights: dict[str, torch.Tensor], *, last: bool) -> Evaluation:
+        """`last`: after this no further evaluation comes, so it may take longer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

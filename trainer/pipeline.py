@@ -269,7 +269,10 @@ class Pipeline:
         self._metrics.emit(GateOpen(seconds=time.monotonic() - self._process_began))
 
     def _evaluated(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+        decoded = evaluation.decoded
         self._keeper.update(accept_len_first=evaluation.accept_len, accept_len_last=evaluation.accept_len)
+        if decoded is not None:
+            self._keeper.update(decode_accept_len=decoded.accept_len)
         self._metrics.emit(
             Eval(
                 step=step,
@@ -277,6 +280,9 @@ class Pipeline:
                 by_position=evaluation.by_position,
                 blocks=evaluation.blocks,
                 seconds=seconds,
+                decode_accept_len=decoded.accept_len if decoded else None,
+                decode_by_position=decoded.by_position if decoded else None,
+                decode_rounds=decoded.blocks if decoded else None,
             )
         )
         with self._result_lock:

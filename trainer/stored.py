@@ -28,14 +28,20 @@ def evaluate_checkpoint(directory: str, *, as_json: bool) -> int:
         loaded, config = _load(directory)
         device = config.topology.verifier[0]
         with thread_rules("verifier", device):
-            found = make_evaluate(config, load_target(config.target, device))(loaded.weights)
+            target = load_target(config.target, device)
+            found = make_evaluate(config, target, always_decode=True)(loaded.weights, last=True)
         step = loaded.progress.step
         if as_json:
-            row = {"checkpoint": directory, "step": step, "accept_len": found.accept_len}
-            print(json.dumps({**row, "by_position": found.by_position, "blocks": found.blocks}))
+            row: dict[str, object] = {"checkpoint": directory, "step": step, "accept_len": found.accept_len}
+            row |= {"by_position": found.by_position, "blocks": found.blocks}
+            if found.decoded is not None:
+                row |= {"decode_accept_len": found.decoded.accept_len, "decode_by_position": found.decoded.by_position}
+            print(json.dumps(row))
         else:
             print(f"step {step}: held-out acceptance length {found.accept_len:.3f} ({found.blocks} blocks)")
             print("by position " + " ".join(f"{share:.2f}" for share in found.by_position))
+            if found.decoded is not None:
+                print(f"truly decoded: {found.decoded.accept_len:.3f} tokens a target forward")
 
     return _guarded(command)
 

@@ -22,6 +22,8 @@ class Summary:
     accept_len_first: float | None = None
     """Held-out acceptance length of the untrained drafter."""
     accept_len_last: float | None = None
+    decode_accept_len: float | None = None
+    """Tokens a target forward yields in true speculative decoding with the last weights."""
     checkpoint: str | None = None
 
     def lines(self) -> list[str]:
@@ -32,8 +34,11 @@ class Summary:
             f"block tokens          {self.block_tokens_per_s:,.0f} tokens/s",
             f"loss                  {_arrow(self.loss_first, self.loss_last, '.4f')}",
             f"held-out acceptance   {_arrow(self.accept_len_first, self.accept_len_last, '.3f')}{self._ratio()}",
+            f"truly decoded         {_arrow(None, self.decode_accept_len, '.3f')} tokens a target forward",
             f"checkpoint            {self.checkpoint or 'none was due'}",
         ]
+        if self.decode_accept_len is None:
+            lines = [line for line in lines if not line.startswith("truly decoded")]
         return ["summary", *(f"  {line}" for line in lines)]
 
     def _ratio(self) -> str:

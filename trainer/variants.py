@@ -73,7 +73,9 @@ def tiny_recipe(hardware: Hardware) -> TrainConfig:
         loss=LossConfig(gamma=2.0, chunk_rows=1024),
         optim=OptimConfig(lr=5e-3, betas=(0.9, 0.98)),
         topology=default_topology(hardware),
-        run=RunConfig(max_steps=300, log_every=10, eval_every=100, checkpoint_every=100, gate_deadline_s=300.0),
+        run=RunConfig(
+            max_steps=300, log_every=10, eval_every=100, checkpoint_every=100, gate_deadline_s=300.0, decode_prompts=4
+        ),
     )
 
 

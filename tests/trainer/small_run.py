@@ -33,6 +33,8 @@ SMALL: dict[str, str] = {
     "run.eval_every": "3",
     "run.checkpoint_every": "3",
     "run.tensorboard": "false",
+    "run.decode_prompts": "1",
+    "run.decode_tokens": "8",
     "run.gate_deadline_s": "120",
     "run.stall_deadline_s": "120",
 }

@@ -48,6 +48,8 @@ class TestARun:
         steps = [row["step"] for row in events(directory, "eval")]
         assert steps[0] == 0
         assert steps[-1] == 6
+        assert events(directory, "eval")[0]["decode_accept_len"] is None
+        assert 1.0 <= events(directory, "eval")[-1]["decode_accept_len"] <= small_config().drafter.block_size
         for row in events(directory, "eval"):
             assert len(row["by_position"]) == small_config().drafter.block_size - 1
             assert row["accept_len"] >= 1.0
@@ -199,13 +201,13 @@ def hanging_evaluation(parts: Parts, release: threading.Event, asked: threading.
         real = parts.evaluator(rank)
         calls: list[int] = []
 
-        def evaluate(weights: dict[str, torch.Tensor]) -> Any:
+        def evaluate(weights: dict[str, torch.Tensor], *, last: bool) -> Any:
             calls.append(1)
             if len(calls) > 1:
                 if asked is not None:
                     asked.set()
                 release.wait(60)
-            return real(weights)
+            return real(weights, last=last)
 
         return evaluate
 
@@ -285,11 +287,11 @@ class TestFailures:
                 real = parts.evaluator(rank)
                 calls: list[int] = []
 
-                def evaluate(weights: dict[str, torch.Tensor]) -> Any:
+                def evaluate(weights: dict[str, torch.Tensor], *, last: bool) -> Any:
                     calls.append(1)
                     if len(calls) == 2:
                         raise Boom("evaluation")
-                    return real(weights)
+                    return real(weights, last=last)
 
                 return evaluate
 

@@ -125,6 +125,6 @@ class VerifierLoop:
 
     def _evaluate(self, evaluate: Evaluate, snapshot: WeightSnapshot, *, report: bool) -> None:
         began = time.monotonic()
-        evaluation = evaluate(snapshot.weights)
+        evaluation = evaluate(snapshot.weights, last=snapshot.last)
         if report:
             self._on_result(snapshot.step, evaluation, time.monotonic() - began)
