@@ -101,14 +101,15 @@ def test_a_compiled_call_with_our_tables_equals_sdpa() -> None:
 
     Broken by emptying the full tables: rows then miss most of their context.
     """
-    layout = MaskLayout(context=300, slots=20, block_size=16, window=170)
+    layout = MaskLayout(context=600, slots=20, block_size=16, window=170)
+    first, second, third = [3, 9, 77, 130, 149, 150, 151, 260], list(range(280, 360, 10)), [399, 450, 599]
     batch = {
-        "anchors_N": torch.tensor(sorted([3, 9, 77, 130, 149, 150, 151, 260, 299, *[300] * 11]), dtype=torch.int32),
-        "keep_N": torch.arange(20) < 9,
-        "doc_ids_T": torch.tensor([0] * 150 + [1] * 150, dtype=torch.int32),
-        "cu_seqlens_D1": torch.tensor([0, 150, 300, 300], dtype=torch.int32),
+        "anchors_N": torch.tensor([*first, *second, *third, 600], dtype=torch.int32),
+        "keep_N": torch.arange(20) < 19,
+        "doc_ids_T": torch.tensor([0] * 400 + [1] * 200, dtype=torch.int32),
+        "cu_seqlens_D1": torch.tensor([0, 400, 600, 600], dtype=torch.int32),
     }
-    layouts = [layout, MaskLayout(context=300, slots=20, block_size=16)]
+    layouts = [layout, MaskLayout(context=600, slots=20, block_size=16)]
     flex, sdpa = FlexAttention(layouts, CPU), SdpaAttention(layouts)
     flex.fill(**batch)
     sdpa.fill(**batch)
