@@ -32,6 +32,7 @@ def assemble(config: TrainConfig) -> Parts:
     """
     topology = config.topology
     torch_setup.configure_process()
+    torch_setup.check_graphs(config.graphs, topology.drafter, torch_setup.torch_version())
     verifiers = topology.verifier or topology.target[:1]
     if free := free_memory(config):
         check_memory(config, weigh(config.target), free)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -98,6 +98,12 @@ def check_compiler_graphs(version: tuple[int, int]) -> None:
         )
 
 
+def check_graphs(graphs: str, drafters: Iterable[str], version: tuple[int, int]) -> None:
+    """Raises TorchUnfitError if the drafters' kind of CUDA graphs cannot work on this torch. On a CPU none is used."""
+    if graphs == "compiler" and any(device != "cpu" for device in drafters):
+        check_compiler_graphs(version)
+
+
 def apply_torch_config() -> None:
     """Set torch's compiler configuration for the calling thread. Call it in main and first in every thread.
 
@@ -136,6 +142,8 @@ def configure_process() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
+    if torch.cuda.is_available():
+        poison_dense_flex()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,10 @@ def test_compiler_graphs_are_refused_where_they_cannot_work() -> None:
     with pytest.raises(TorchUnfitError, match="variant threadwarm"):
         torch_setup.check_compiler_graphs((2, 11))
     torch_setup.check_compiler_graphs((2, 13))
+    with pytest.raises(TorchUnfitError, match=r"this is 2\.11"):
+        torch_setup.check_graphs("compiler", ("cuda:0", "cpu"), (2, 11))
+    torch_setup.check_graphs("compiler", ("cpu", "cpu"), (2, 11))
+    torch_setup.check_graphs("step", ("cuda:0",), (2, 11))
 
 
 def test_the_environment_is_set_before_torch_and_outside_values_win() -> None:

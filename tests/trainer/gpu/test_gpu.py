@@ -47,6 +47,7 @@ def run_case(name: str, limit_s: float = 240.0, **environment: str) -> subproces
         "warming_without_gradients_is_caught",
         "compiler_graphs",
         "hidden_states_survive_the_hand_off",
+        "a_hand_off_without_its_event_is_noticed",
     ],
 )
 def test_case(name: str) -> None:
