@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from dflash_ops import doctor as examining
 from dflash_ops import pull as pulling
 from dflash_ops import watch as watching
 from dflash_ops.agent import records, verbs
+from dflash_ops.agent.prune import PrunePlan, PruneRequest
 from dflash_ops.agent.snapshot import WatchRequest
 from dflash_ops.connect import connect, open_transport
 from dflash_ops.diagnose import Finding
@@ -28,7 +30,11 @@ from dflash_ops.tasks import READ_DEADLINE_S, run_code, verb
 from dflash_ops.tasks import _count as whole_number
 from dflash_ops.tasks import _fab as fab_words
 from dflash_ops.tasks import _only as only
+from dflash_ops.tasks import who as operator
 from dflash_ops.watch import Notifier, View
+
+HASHING_DEADLINE_S = 3600.0
+"""The target may read a whole checkpoint for its hash."""
 
 
 @verb()
@@ -84,6 +90,33 @@ def pull(c: TargetContext, run: str = "", to: str = "runs", checkpoints: str = "
     target = only(c, "pull")
     done = pulling.pull(connect(target), run, Path(to).expanduser(), checkpoints, console.remark)
     console.say(f"{done.directory}: {done.files} files, {done.unchanged} were here already, {done.moved:,} bytes moved")
+    return 0
+
+
+@verb()
+def prune(c: TargetContext, keep: str = "2", dry_run: bool = False, yes: bool = False, json: bool = False) -> int:
+    """Remove old checkpoints of ended runs, never the last good one; --keep N a run, --dry-run, --yes, --json."""
+    target = only(c, "prune")
+    remote = connect(target)
+    request = PruneRequest(who=operator(), keep=whole_number("--keep", keep, 1, 1000))
+    plan = remote.call("prune", request, PrunePlan, deadline=HASHING_DEADLINE_S, on_progress=console.remark)
+    if json and (dry_run or not plan.candidates):
+        console.show_json({"target": target.name, **records.dump(plan)})
+        return 0
+    if not json:
+        rows = [(one.path, f"{one.size:,}", one.why) for one in plan.candidates]
+        console.table(("may go", "bytes", "why"), rows)
+        console.say(f"{len(rows)} may go, {sum(one.size for one in plan.candidates):,} bytes; {plan.kept} stay")
+    if dry_run or not plan.candidates:
+        return 0
+    if not yes:
+        console.confirm(f"remove these {len(plan.candidates)} from {target.name}", "prune")
+    request = dataclasses.replace(request, remove=tuple(one.path for one in plan.candidates))
+    done = remote.call("prune", request, PrunePlan, deadline=HASHING_DEADLINE_S, on_progress=console.remark)
+    if json:
+        console.show_json({"target": target.name, **records.dump(done)})
+    else:
+        console.say(f"removed {len(done.removed)}, {done.freed:,} bytes are free again")
     return 0
 
 

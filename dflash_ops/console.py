@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from dflash_ops.agent.runs import RunStatus
-from dflash_ops.errors import OpsError
+from dflash_ops.errors import OpsError, UsageError
 from dflash_ops.tail import Cleaner
 
 
@@ -103,6 +103,15 @@ def describe_run(status: RunStatus) -> list[str]:
     if latest.checkpoint:
         lines.append(f"saved    {latest.checkpoint}")
     return [*lines, f"log      {status.log}"]
+
+
+def confirm(question: str, word: str) -> None:
+    """Let the operator type `word` before something is destroyed; UsageError where they do not, or cannot."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"refusing to {question} unasked", hint="--yes does it without a question")
+    print(f"{harmless(question)}? type {word!r} to go on: ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip() != word:
+        raise UsageError("nothing was changed", why="the answer was another one")
 
 
 def end_quietly() -> None:

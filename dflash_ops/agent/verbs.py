@@ -25,6 +25,7 @@ from dflash_ops.agent import (
 )
 from dflash_ops.agent import fetch as fetching
 from dflash_ops.agent import follow as following
+from dflash_ops.agent import prune as pruning
 from dflash_ops.agent.gate import GateReport, GateRequest
 from dflash_ops.agent.launch import LaunchRequest
 from dflash_ops.agent.layout import Layout, linked_release
@@ -263,6 +264,14 @@ def _probe_host(call: Call) -> Probed:
     return Probed(gpus.probe("host", samples=records.load(ProbeRequest, call.params).samples).to_json())
 
 
+def _prune(call: Call) -> pruning.PrunePlan:
+    request = records.load(pruning.PruneRequest, call.params)
+    done = pruning.prune(call.layout, request, call.say)
+    if done.removed:
+        releases.append_audit(call.layout, "prune", request.who, f"{done.freed} bytes: {' '.join(done.removed)}")
+    return done
+
+
 def _doctor(call: Call) -> doctor.Examined:
     return doctor.container(call.layout, records.load(doctor.DoctorRequest, call.params))
 
@@ -330,6 +339,7 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "gpus": _as_json(_gpus),
     "evidence": _as_json(_evidence),
     "probe-host": _as_json(_probe_host),
+    "prune": _as_json(_prune),
     "doctor": _as_json(_doctor),
     "doctor-host": _as_json(_doctor_host),
     "watch": _as_json(_watch),

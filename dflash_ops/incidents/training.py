@@ -151,6 +151,7 @@ MEMORY_AND_NUMBERS = (
             seen(
                 LOG,
                 r"no valid anchors?\b|no (?:row|document|position)s? (?:has|have|with) (?:a )?valid anchors?",
+                r"no document with two consecutive supervised tokens",
                 weight=3,
             ),
         ),
@@ -162,7 +163,12 @@ MEMORY_AND_NUMBERS = (
         name="checkpoint-corrupt",
         cause="a checkpoint is incomplete or does not match its hashes",
         signatures=(
-            seen(LOG, r"checkpoint .{0,200}(?:corrupt|incomplete|does not match|is truncated|hash mismatch)", weight=3),
+            seen(
+                LOG,
+                r"CheckpointCorrupt",
+                r"checkpoint.{0,200}(?:corrupt|incomplete|does not match|is truncated)",
+                weight=3,
+            ),
             seen(LOG, r"SafetensorError|Error while deserializing header", weight=2),
             seen(LOG, r"PytorchStreamReader failed|failed finding central directory", weight=2),
             seen(FAILURE, r"checkpoint .{0,200}(?:corrupt|incomplete|does not match|hash mismatch)", weight=3),

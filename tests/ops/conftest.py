@@ -126,9 +126,13 @@ class Lab:
 
     def launch(self, *words: str) -> runs.RunStatus:
         """What `fab launch --set k=v ...` does, without starting it; waits until the run trains."""
-        options = launching.LaunchOptions("threadwarm", tuple(word for word in words if word != "--set"))
-        launching.launch(self.remote, self.target, options, "test", lambda _: None)
+        self.start(*(word for word in words if word != "--set"))
         return self.wait_for("training")
+
+    def start(self, *settings: str, keep_alive: int = 0) -> None:
+        """Launch without waiting for anything: for runs that end at once."""
+        options = launching.LaunchOptions("threadwarm", settings, keep_alive=keep_alive)
+        launching.launch(self.remote, self.target, options, "test", lambda _: None)
 
     def wait_for(self, *states: str) -> runs.RunStatus:
         def reached() -> runs.RunStatus | None:

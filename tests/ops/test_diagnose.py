@@ -39,8 +39,8 @@ def test_nothing_yet(lab: Lab) -> None:
 
 
 def test_a_healthy_run_and_a_finished_one(lab: Lab) -> None:
-    assert lab.fab("deploy").returncode == 0
-    lab.launch("--set", "standin.steps=1000")
+    lab.deploy()
+    lab.launch("standin.steps=1000")
     assert diagnosed(lab)["incident"] is None
     assert "incident  none\n" in lab.fab("diagnose").stdout
     assert lab.fab("stop").returncode == 0
@@ -49,8 +49,8 @@ def test_a_healthy_run_and_a_finished_one(lab: Lab) -> None:
 
 
 def test_a_crash_that_nobody_knows_shows_its_last_lines(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.mode=crash")
+    lab.deploy()
+    lab.start("standin.mode=crash")
     lab.wait_for("failed")
     body = diagnosed(lab)
     assert body["incident"] is None
@@ -58,8 +58,8 @@ def test_a_crash_that_nobody_knows_shows_its_last_lines(lab: Lab) -> None:
 
 
 def test_a_killed_trainer_is_killed(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.launch("--set", "standin.steps=1000")
+    lab.deploy()
+    lab.launch("standin.steps=1000")
     trainer = record(lab).trainer
     assert trainer is not None
     process.send(trainer, signal.SIGKILL)
@@ -69,8 +69,8 @@ def test_a_killed_trainer_is_killed(lab: Lab) -> None:
 
 
 def test_a_killed_supervisor_is_lost_and_resume_goes_on(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.launch("--set", "standin.steps=1000")
+    lab.deploy()
+    lab.launch("standin.steps=1000")
     supervisor = record(lab).supervisor
     assert supervisor is not None
     process.send(supervisor, signal.SIGKILL)
@@ -86,8 +86,8 @@ def test_a_killed_supervisor_is_lost_and_resume_goes_on(lab: Lab) -> None:
 
 def test_a_container_restart_is_lost(lab: Lab) -> None:
     """Played by what a restart leaves behind: a record of another boot. The sandbox restarts a real container."""
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.steps=1")
+    lab.deploy()
+    lab.start("standin.steps=1")
     lab.wait_for("finished")
     directory = Path(lab.newest().directory)
     (directory / "exit.json").unlink()
@@ -115,8 +115,8 @@ def test_a_wrong_run_is_a_usage_error(lab: Lab) -> None:
 
 
 def test_evidence_is_saved_without_secrets_and_replayed(lab: Lab, tmp_path: Path) -> None:
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.steps=1")
+    lab.deploy()
+    lab.start("standin.steps=1")
     lab.wait_for("finished")
     with Path(lab.newest().log).open("a") as log:
         log.write("HF_TOKEN=Zq9vK3bW7xT1mN5pL8cR\nOSError: [Errno 28] No space left on device\n")

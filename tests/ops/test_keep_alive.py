@@ -63,8 +63,8 @@ def logs(lab: Lab) -> dict[str, str]:
 
 
 def test_a_stumbling_run_goes_on_in_a_new_attempt_with_its_own_log(lab: Lab) -> None:
-    lab.fab("deploy")
-    assert lab.fab("launch", "--set", "standin.mode=stumble", "--keep-alive", "3").returncode == 0
+    lab.deploy()
+    lab.start("standin.mode=stumble", keep_alive=3)
     status = lab.wait_for("finished")
     found = logs(lab)
     assert list(found) == ["train-2.log", "train.log"]
@@ -77,34 +77,24 @@ def test_a_stumbling_run_goes_on_in_a_new_attempt_with_its_own_log(lab: Lab) -> 
 
 
 def test_a_crash_loop_ends(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.mode=crash", "--keep-alive", "9")
+    lab.deploy()
+    lab.start("standin.mode=crash", keep_alive=9)
     status = lab.wait_for("failed")
     assert status.attempt == 3
     assert "not starting again: a crash loop" in logs(lab)["train-3.log"]
 
 
 def test_out_of_memory_is_not_tried_again(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.mode=oom", "--keep-alive", "9")
+    lab.deploy()
+    lab.start("standin.mode=oom", keep_alive=9)
     status = lab.wait_for("failed")
     assert status.attempt == 1
     assert "not starting again: cuda-oom would only repeat" in logs(lab)["train.log"]
 
 
 def test_a_follower_goes_on_into_the_next_log(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.fab(
-        "launch",
-        "--set",
-        "standin.mode=stumble",
-        "--set",
-        "standin.interval=5",
-        "--set",
-        "standin.steps=2",
-        "--keep-alive",
-        "1",
-    )
+    lab.deploy()
+    lab.start("standin.mode=stumble", "standin.interval=5", "standin.steps=2", keep_alive=1)
     done = lab.fab("tail-log", "--lines", "all")
     assert done.returncode == 0
     assert done.stdout.count("step 1 ") == 2
@@ -112,8 +102,8 @@ def test_a_follower_goes_on_into_the_next_log(lab: Lab) -> None:
 
 
 def test_stop_between_attempts_ends_it(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.mode=crash", "--keep-alive", "9")
+    lab.deploy()
+    lab.start("standin.mode=crash", keep_alive=9)
     lab.wait_for("starting")
     lab.fab("stop")
     status = lab.wait_for("failed", "finished", "killed")

@@ -33,8 +33,8 @@ def quiet(text: str) -> None:
 @pytest.fixture
 def run(lab: Lab) -> Path:
     """A finished run with two checkpoints, one of 3 MB."""
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.steps=3")
+    lab.deploy()
+    lab.start("standin.steps=3")
     lab.wait_for("finished")
     directory = Path(lab.newest().directory)
     old = directory / "checkpoints" / "step-00000001"
@@ -162,8 +162,8 @@ def test_two_names_that_fold_into_one_are_refused() -> None:
 
 
 def test_a_growing_file_is_taken_as_it_was_listed(lab: Lab, tmp_path: Path) -> None:
-    lab.fab("deploy")
-    lab.launch("--set", "standin.steps=10000")
+    lab.deploy()
+    lab.launch("standin.steps=10000")
     done = lab.fab("pull", "--to", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert lab.newest().state == "training"

@@ -124,8 +124,8 @@ def test_cards_from_recordings() -> None:
 
 
 def test_a_stream_of_json_until_the_end(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.fab("launch", "--set", "standin.steps=40")
+    lab.deploy()
+    lab.start("standin.steps=40")
     done = lab.fab("watch", "--json", "--until-end", "--interval", "1")
     bodies = [json.loads(line) for line in done.stdout.splitlines()]
     assert bodies[-1]["state"] == "finished"
@@ -134,8 +134,8 @@ def test_a_stream_of_json_until_the_end(lab: Lab) -> None:
 
 
 def test_the_hook_is_called_at_each_change_with_its_diagnosis(lab: Lab, tmp_path: Path) -> None:
-    lab.fab("deploy")
-    lab.launch("--set", "standin.steps=10000")
+    lab.deploy()
+    lab.launch("standin.steps=10000")
     heard = tmp_path / "heard.jsonl"
     hook = tmp_path / "hook"
     hook.write_text(f"#!/bin/sh\ncat >> '{heard}'\n")
@@ -162,8 +162,8 @@ def senders_of(lab: Lab) -> list[int]:
 
 def test_a_stream_comes_back_after_a_drop(lab: Lab) -> None:
     """The agent that sends is killed, as a dropped link would end it; the next view says so, the one after is whole."""
-    lab.fab("deploy")
-    lab.launch("--set", "standin.steps=10000")
+    lab.deploy()
+    lab.launch("standin.steps=10000")
     stream = views(lab.remote, "local", WatchRequest(interval_s=0.2))
     assert next(stream).state == "training"
     senders = senders_of(lab)
@@ -181,8 +181,8 @@ def test_a_stream_comes_back_after_a_drop(lab: Lab) -> None:
 
 
 def test_watching_ends_at_once_on_interrupt_and_leaves_the_run(lab: Lab) -> None:
-    lab.fab("deploy")
-    lab.launch("--set", "standin.steps=10000")
+    lab.deploy()
+    lab.launch("standin.steps=10000")
     watcher = lab.start_fab("watch", "--json")
     assert watcher.stdout is not None
     watcher.stdout.readline()
