@@ -139,7 +139,7 @@ def _facts(layout: Layout, status: RunStatus | None, request: EvidenceRequest) -
     facts += _gpu_facts(request)
     if status is not None and status.launcher == "tmux" and not layout.tmux_socket.exists():
         socket = str(layout.tmux_socket)
-        if any("tmux" in words[0] and socket in words for words in process.command_lines().values()):
+        if any("tmux" in words[0] and socket in " ".join(words) for words in process.command_lines().values()):
             facts.append("tmux: server alive, socket missing")
     return facts
 

@@ -17,6 +17,7 @@ import json, os, pathlib, signal, subprocess, sys, time
 
 VARIANTS = {"threadwarm": "gated warm-up", "sdpa": "no compile"}
 KEYS = {"standin.steps", "standin.interval", "standin.mode", "run.resume", "topology.drafter"}
+KEYS |= {"optim.lr", "run.max_steps", "data.token_budget", "data.source", "drafter.init_from"}
 
 
 def arguments(words):
@@ -84,6 +85,10 @@ if __name__ == "__main__":
     elif verb == "config":
         found, settings = arguments(words)
         print(json.dumps({"variant": found["--variant"], **settings}))
+    elif verb == "export":
+        found = dict(zip(words[::2], words[1::2]))
+        pathlib.Path(found["--checkpoint"]).resolve(strict=True)
+        pathlib.Path(found["--out"]).mkdir(parents=True)
     elif verb == "train":
         train(*arguments(words))
 """
