@@ -440,7 +440,7 @@ def compiler_graphs() -> None:
         gpu_step(gpu_config("compiler"))
 
 
-def wrong_values_after_hand_offs(*, waits: bool) -> int:
+def wrong_values_after_hand_offs(*, waits: bool, source: str = DEVICE) -> int:
     """A producer thread fills, hands over and drops states, both streams busy; how many values arrive wrong."""
     import queue
 
@@ -450,17 +450,17 @@ def wrong_values_after_hand_offs(*, waits: bool) -> int:
     template = gpu_batch(config, 0)
 
     def produce() -> None:
-        spin = torch.randn(2048, 2048, device=DEVICE)
+        spin = torch.randn(2048, 2048, device=source)
         for index in range(rounds):
             for _ in range(3):
                 spin = (spin @ spin).clamp(-1, 1)
-            hidden = torch.empty_like(template.hidden_TKH)
+            hidden = torch.empty_like(template.hidden_TKH, device=source)
             hidden.fill_(float(index % 128))
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream())
             channel.put(HiddenBatch(template.packed, hidden, ready if waits else None))
             del hidden
-            poison = [torch.full_like(template.hidden_TKH, -1.0) for _ in range(4)]
+            poison = [torch.full_like(template.hidden_TKH, -1.0, device=source) for _ in range(4)]
             del poison
 
     def consume() -> int:
@@ -476,7 +476,7 @@ def wrong_values_after_hand_offs(*, waits: bool) -> int:
         return int(wrong)
 
     def target() -> None:
-        with torch_setup.thread_rules("target", DEVICE):
+        with torch_setup.thread_rules("target", source):
             produce()
 
     results = in_threads({"target": target, "drafter": as_drafter(consume)})
@@ -487,6 +487,11 @@ def wrong_values_after_hand_offs(*, waits: bool) -> int:
 
 def hidden_states_survive_the_hand_off() -> None:
     assert wrong_values_after_hand_offs(waits=True) == 0
+
+
+def hidden_states_cross_devices() -> None:
+    """Needs two GPUs: the copy runs on the drafter's private stream of the target's device."""
+    assert wrong_values_after_hand_offs(waits=True, source="cuda:1") == 0
 
 
 def a_hand_off_without_its_event_is_noticed() -> None:

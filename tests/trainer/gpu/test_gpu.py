@@ -57,6 +57,12 @@ def test_case(name: str) -> None:
     assert done.stdout.rstrip().endswith("ok")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_hidden_states_cross_devices() -> None:
+    done = run_case("hidden_states_cross_devices")
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
 def test_first_calls_at_once_hang_without_a_gate(tmp_path: Path) -> None:
     """The reason for the gate. Where torch has learnt to do this, the gate can go.
 
