@@ -157,3 +157,23 @@ def test_sdpa_equals_attention_written_out_and_empty_rows_are_zero_with_finite_g
     assert not fast[:, -2 * BLOCK :].any()
     (gradient,) = torch.autograd.grad(fast.square().sum(), q)
     assert gradient.isfinite().all()
+
+
+def test_the_order_of_documents_in_a_row_changes_no_block() -> None:
+    """Failed with positions counted over the row."""
+    net = Net()
+    order = [2, 0, 1]
+    starts = [sum(LENGTHS[:d]) for d in range(3)]
+    tokens = torch.cat([torch.arange(starts[d], starts[d] + LENGTHS[d]) for d in order])
+    tokens = torch.cat((tokens, torch.arange(sum(LENGTHS), sum(LENGTHS) + PADDING)))
+    moved_to = torch.empty_like(tokens)
+    moved_to[tokens] = torch.arange(tokens.shape[0])
+    used = int(net.keep.sum())
+    anchors = moved_to[net.anchors[:used].long()].to(torch.int32)
+    by_place = anchors.argsort()
+    rank = net.doc_ids[tokens]  # the document numbers may be any, as long as they differ
+    attend = attend_sdpa(anchors[by_place], net.keep[:used], rank, net.shape)
+    embeds = net.embeds.view(-1, BLOCK, 16)[:used][by_place].flatten(0, 1)
+    at = net.block_positions.view(-1, BLOCK)[:used][by_place].flatten()
+    moved = net.drafter(net.hidden[tokens], net.positions[tokens], embeds, at, attend).view(-1, BLOCK, 16)
+    assert torch.allclose(moved, net()[:used][by_place], atol=1e-5)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.config import DataConfig
 from trainer.data.batch import PackedBatch
-from trainer.data.sources import DataError, RawDocument, TextFiles, heldout_numbers, open_source, stdlib_files
+from trainer.data.sources import DataError, RawDocument, TextFiles, digest, heldout_numbers, open_source, stdlib_files
 from trainer.data.stream import BatchStream
 
 
@@ -39,6 +39,9 @@ class Listed:
 
     def read(self, number: int) -> RawDocument:
         return RawDocument(self.name(number), text=self.texts[number])
+
+    def fingerprint(self) -> str:
+        return digest(map(len, self.texts))
 
 
 def stream_of(texts: Sequence[str], *, mask_token_id: int = 300, vocab_size: int = 256, **fields: Any) -> BatchStream:
@@ -185,3 +188,19 @@ def test_bytes_that_are_no_utf8_are_replaced(tmp_path: Path) -> None:
     path.write_bytes(b"caf\xe9\n")
     document = open_source(str(path), "auto").read(0)
     assert document.text == "caf\ufffd\n"
+
+
+def test_a_file_that_grew_or_was_replaced_refuses_the_cursor(tmp_path: Path) -> None:
+    """Failed with the number of documents alone."""
+    for n in range(8):
+        (tmp_path / f"{n}.txt").write_text(f"text {n} " * 20)
+    config = DataConfig(source=str(tmp_path), token_budget=64, block_slots=8, max_documents=6, max_document_tokens=20)
+
+    def fresh() -> BatchStream:
+        return BatchStream(config, Letters(), vocab_size=256, mask_token_id=300)
+
+    cursor = next(fresh()).cursor
+    fresh().seek(cursor)
+    (tmp_path / "3.txt").write_text("text 3 " * 21)
+    with pytest.raises(DataError, match="cannot go on exactly"):
+        fresh().seek(cursor)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data.sources import BadDocument, DataError, RawDocument
+from trainer.data.sources import BadDocument, DataError, RawDocument, digest
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
@@ -38,6 +38,9 @@ class JsonLines:
     def name(self, number: int) -> str:
         path, line, _ = self._lines[number]
         return f"{path.relative_to(self._root).as_posix() if path != self._root else path.name}:{line}"
+
+    def fingerprint(self) -> str:
+        return digest((self.name(n), start) for n, (_, _, start) in enumerate(self._lines))
 
     def read(self, number: int) -> RawDocument:
         path, _, start = self._lines[number]
@@ -82,6 +85,9 @@ class Table:
     def name(self, number: int) -> str:
         which, row = self._at(number)
         return f"{self._names[which]}:{row}"
+
+    def fingerprint(self) -> str:
+        return digest(zip(self._names, self._starts, strict=False))
 
     def read(self, number: int) -> RawDocument:
         which, row = self._at(number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +57,18 @@ class DocumentSource(Protocol):
         """The document. Raises BadDocument when it cannot be used."""
         ...
 
+    def fingerprint(self) -> str:
+        """Changes when documents come, go, move or change their length: a cursor means nothing then."""
+        ...
+
+
+def digest(parts: Iterable[object]) -> str:
+    """A short hash of what a source consists of."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(f"{part}\n".encode())
+    return found.hexdigest()
+
 
 def stdlib_files(*, include_tests: bool = False) -> list[Path]:
     """The Python standard library's source files on this machine, sorted; site-packages never."""
@@ -87,6 +100,9 @@ class TextFiles:
         path, start, _ = self._parts[number]
         relative = path.relative_to(self._root).as_posix() if path != self._root else path.name
         return f"{relative}#{start // self.PART_BYTES}"
+
+    def fingerprint(self) -> str:
+        return digest((self.name(n), end) for n, (_, _, end) in enumerate(self._parts))
 
     def read(self, number: int) -> RawDocument:
         path, start, end = self._parts[number]

@@ -52,6 +52,7 @@ class BatchStream(Iterator[PackedBatch]):
         self._mask_token_id = mask_token_id
         self._run_seed = run_seed
         self._source = source if source is not None else open_source(config.source, config.format)
+        self._fingerprint = self._source.fingerprint()
         self._heldout = heldout_numbers(self._source, config.heldout_documents)
         self._train = [n for n in range(len(self._source)) if n not in self._heldout]
         self.skipped: Counter[str] = Counter()
@@ -103,15 +104,16 @@ class BatchStream(Iterator[PackedBatch]):
             "pool": [list(ref) for ref, _ in self._pool],
             "deferred": [list(ref) for ref, _ in self._deferred],
             "skipped": dict(self.skipped),
-            "documents": len(self._source),
+            "source": self._fingerprint,
         }
 
     def seek(self, cursor: dict[str, Any]) -> None:
         """Go to where a cursor was taken. Raises DataError when the source is not the one it was taken from."""
-        if cursor["documents"] != len(self._source):
+        if cursor["source"] != self._fingerprint:
             raise DataError(
-                f"the checkpoint was made over {cursor['documents']} documents, data.source now has "
-                f"{len(self._source)}: the run cannot go on exactly; restore the data or start a new run"
+                f"data.source {self._config.source!r} has other documents now than when the checkpoint was made: "
+                "the run cannot go on exactly; restore the data, or start a new run (from these weights: export them "
+                "and set drafter.init_from)"
             )
         self._index, self._epoch = cursor["index"], cursor["epoch"]
         self._next, self._draws = cursor["next"], cursor["draws"]
