@@ -264,7 +264,7 @@ def override(config: ConfigT, assignments: dict[str, str]) -> ConfigT:
         node = values
         for parent in parents:
             node = node[parent]
-        node[leaf] = _parse(text)
+        node[leaf] = _parse(text, _hint(type(config), dotted))
     return from_dict(type(config), values)
 
 
@@ -279,7 +279,18 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _parse(text: str) -> Any:
+def _hint(cls: type[Any], dotted: str) -> Any:
+    """The type of a setting given by its dotted key."""
+    for part in dotted.split("."):
+        cls = typing.get_type_hints(cls)[part]
+    return cls
+
+
+def _parse(text: str, hint: Any = None) -> Any:
+    if hint is str:
+        return text  # a path may look like a number or hold a comma
+    if hint == str | None:
+        return None if text in ("none", "None", "null") else text
     try:
         return json.loads(text)
     except json.JSONDecodeError:
