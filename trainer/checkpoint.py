@@ -19,7 +19,6 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from trainer.config import TrainConfig, flatten, to_dict
+from trainer.config import TrainConfig, to_dict
+from trainer.tensor_tree import copy, join, map_tensors, split, tensors_of
 
 FORMAT = 1
 MODEL = "model.safetensors"
@@ -44,10 +44,6 @@ class CheckpointError(Exception):
 
 class CheckpointCorrupt(CheckpointError):
     """A file of the checkpoint is missing, cut or altered."""
-
-
-class CheckpointMismatch(CheckpointError):
-    """The checkpoint belongs to another configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,7 @@ class Newest:
 
 def copy_to_cpu(progress: Progress, weights: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> Snapshot:
     """Copy, so that the next step cannot change what is being written."""
-    return Snapshot(progress, {key: _copy(value) for key, value in weights.items()}, _map_tensors(optimizer, _copy))
+    return Snapshot(progress, {key: copy(value) for key, value in weights.items()}, map_tensors(optimizer, copy))
 
 
 class CheckpointStore:
@@ -146,7 +142,7 @@ class CheckpointStore:
             progress=Progress(**state["progress"]),
             config=state["config"],
             weights=weights,
-            optimizer=_join(state["optimizer"], optimizer),
+            optimizer=join(state["optimizer"], optimizer),
             weights_sha256=state["files"][MODEL]["sha256"],
         )
 
@@ -202,14 +198,14 @@ class CheckpointStore:
         return True
 
     def _require_space(self, snapshot: Snapshot) -> None:
-        tensors = [*snapshot.weights.values(), *_tensors(snapshot.optimizer)]
+        tensors = [*snapshot.weights.values(), *tensors_of(snapshot.optimizer)]
         need = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 2**20
         free = shutil.disk_usage(self.directory).free
         if free < need:
             raise OSError(f"it needs {need / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free")
 
     def _write(self, partial: Path, snapshot: Snapshot, config: TrainConfig) -> None:
-        skeleton, tensors = _split(snapshot.optimizer)
+        skeleton, tensors = split(snapshot.optimizer)
         # Side by side: hashing and writing release the interpreter lock, and a large drafter has 24 GB.
         with ThreadPoolExecutor(2, thread_name_prefix="checkpoint-file") as pool:
             model = pool.submit(_write_tensors, partial / MODEL, snapshot.weights)
@@ -275,95 +271,6 @@ def verify(path: Path) -> dict[str, Any]:
         if _sha256(file) != files[name]["sha256"]:
             raise CheckpointCorrupt(f"{file} does not match its SHA-256: it was altered or the disk is failing")
     return state
-
-
-EXECUTION_KEYS = frozenset({"variant", "attention", "graphs", "compile"})
-"""How the same mathematics is executed. They may change on resume; the bits then may too."""
-
-
-def compare_config(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Refuse a checkpoint of another configuration; returns notes about differences that are allowed.
-
-    Allowed: `run.*` except the seed, devices as long as the number of drafters stays, and EXECUTION_KEYS.
-    Raises CheckpointMismatch listing every differing key.
-    """
-    old, new = flatten(saved), flatten(to_dict(config))
-    notes: list[str] = []
-    refused: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
-        was, now = old.get(key, "absent"), new.get(key, "absent")
-        if was == now or (key.startswith("run.") and key not in ("run.seed", "run.max_steps")):
-            continue
-        line = f"{key}: {was} in the checkpoint, {now} now"
-        if key == "run.max_steps":
-            notes.append(f"{line}; the learning rate follows the new length")
-        elif key in EXECUTION_KEYS:
-            notes.append(f"{line}; same mathematics, not the same bits")
-        elif key.startswith("topology."):
-            if key == "topology.drafter" and len(was) != len(now):
-                refused.append(f"{line} (the number of drafters is part of the batch size)")
-        else:
-            refused.append(line)
-    if refused:
-        raise CheckpointMismatch(
-            "the checkpoint was made with another configuration:\n  "
-            + "\n  ".join(refused)
-            + "\nresume with the old values, or start a new run directory without --resume"
-        )
-    return notes
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _map_tensors(value: Any, function: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_map_tensors(item, function) for item in value]
-    return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _split(value: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Nested state -> the same with tensors replaced by {"tensor": key}, and the tensors by key."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def walk(node: Any, path: str) -> Any:
-        if isinstance(node, torch.Tensor):
-            tensors[path] = node
-            return {"tensor": path}
-        if isinstance(node, dict):
-            return {"dict": [[key, walk(item, f"{path}.{key}" if path else str(key))] for key, item in node.items()]}
-        if isinstance(node, list):
-            return {"list": [walk(item, f"{path}.{i}") for i, item in enumerate(node)]}
-        return {"value": node}
-
-    return walk(value, ""), tensors
-
-
-def _join(node: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
-    ((kind, content),) = node.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _join(item, tensors) for key, item in content}
-    if kind == "list":
-        return [_join(item, tensors) for item in content]
-    return content
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

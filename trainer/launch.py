@@ -12,19 +12,19 @@ import platform
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from trainer.assembly import assemble
-from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded, compare_config
+from trainer.checkpoint import CheckpointError, CheckpointStore
 from trainer.config import ConfigError, TrainConfig, to_dict
 from trainer.data.sources import DataError
 from trainer.metrics import End, Metrics, Start
 from trainer.model.target_models import TargetError
 from trainer.pipeline import EXIT_DONE, EXIT_ERROR, Pipeline
+from trainer.resume import choose_checkpoint
 from trainer.signals import StopSignals
 from trainer.topology import cpu_notes, probe_hardware
 from trainer.torch_setup import TorchUnfitError
@@ -32,14 +32,6 @@ from trainer.torch_setup import TorchUnfitError
 FORESEEN = (CheckpointError, ConfigError, DataError, TargetError, TorchUnfitError)
 EXIT_CONFIG = 2
 PACKAGES = ("transformers", "triton", "flash-linear-attention", "causal-conv1d")
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Where to go on from; `loaded` is None for a fresh start."""
-
-    loaded: Loaded | None
-    notes: list[str]
 
 
 def train(config: TrainConfig, *, run_dir: str, release: str, process_began: float) -> int:
@@ -129,34 +121,6 @@ class _Run:
         self._metrics.emit(End(reason="error", exit_code=code, step=0, error=error))
         self._metrics.close()
         return code
-
-
-def choose_checkpoint(config: TrainConfig, store: CheckpointStore) -> Resume:
-    """What run.resume asks for, verified and compared with the configuration.
-
-    Raises CheckpointError, and ConfigError where the request makes no sense.
-    """
-    wanted = config.run.resume
-    store.clean()
-    if wanted is None:
-        return Resume(None, [])
-    notes: list[str] = []
-    if wanted == "auto":
-        newest = store.newest_intact()
-        notes += [f"--resume auto passed over a damaged checkpoint: {reason}" for reason in newest.skipped]
-        if newest.path is None:
-            return Resume(None, [*notes, f"--resume auto found no checkpoint in {store.directory}: a fresh start"])
-        path = newest.path
-    else:
-        path = Path(wanted)
-    loaded = store.load(path)
-    notes += compare_config(loaded.config, config)
-    if loaded.progress.step >= config.run.max_steps:
-        raise ConfigError(
-            f"{path} is at step {loaded.progress.step} and run.max_steps is {config.run.max_steps}: nothing is left to "
-            "do; raise it with --set run.max_steps=..."
-        )
-    return Resume(loaded, notes)
 
 
 def versions() -> dict[str, str]:

@@ -25,16 +25,14 @@ from trainer.checkpoint import (
     STATE,
     CheckpointCorrupt,
     CheckpointError,
-    CheckpointMismatch,
     CheckpointStore,
     Progress,
     Snapshot,
-    compare_config,
     copy_to_cpu,
     verify,
 )
 from trainer.config import override, to_dict
-from trainer.launch import choose_checkpoint
+from trainer.resume import CheckpointMismatch, choose_checkpoint, compare_config
 
 CONFIG = small_config()
 
@@ -90,6 +88,12 @@ class TestContents:
         path = store.save(replace(snapshot(1), optimizer=wrapped), CONFIG)
         assert same(store.load(path).optimizer, wrapped)
         shutil.rmtree(directory)
+
+    def test_keys_with_dots_do_not_collide(self, tmp_path: Path) -> None:
+        """Fails (one tensor overwrites the other) without the loop that makes storage keys unique."""
+        store = CheckpointStore(tmp_path)
+        state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(2)}}
+        assert same(store.load(store.save(replace(snapshot(1), optimizer=state), CONFIG)).optimizer, state)
 
     def test_a_snapshot_is_a_copy(self) -> None:
         """Fails when the writer shares memory with the training step."""
