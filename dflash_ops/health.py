@@ -135,8 +135,10 @@ def _ended(end: ExitFacts, events: Sequence[Event]) -> Health:
 def _vanished(facts: RunFacts) -> str | None:
     age = facts.now - facts.created
     if facts.launch_boot != facts.boot:
-        host_then, host_now = (boot.partition("/")[0] for boot in (facts.launch_boot, facts.boot))
-        return f"{'container' if host_then == host_now else 'host'} restarted under the run"
+        kernel_then, kernel_now = (boot.partition("/")[0] for boot in (facts.launch_boot, facts.boot))
+        # LXC gives a container a new boot id at each start, so only an equal one tells the two apart.
+        where = "container" if kernel_then == kernel_now else "container or host"
+        return f"{where} restarted under the run"
     if facts.supervisor_alive is None:
         handing_over = facts.launcher_alive or age < LAUNCH_GRACE_S
         return None if handing_over else "the launch was cut off before the trainer started"

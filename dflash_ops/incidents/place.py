@@ -207,7 +207,7 @@ REACH = (
     Incident(
         name="container-restarted",
         cause="the container or its host restarted under the run",
-        signatures=(seen(FACTS, r"state: lost \((?:container|host) restarted", weight=3),),
+        signatures=(seen(FACTS, r"state: lost \((?:container|host|container or host) restarted", weight=3),),
         runbook="container-restarted",
         next_command="fab launch --resume RUN",
         retryable=True,

@@ -97,7 +97,7 @@ def test_a_container_restart_is_lost(lab: Lab) -> None:
     assert lab.newest().detail == "container restarted under the run"
     assert diagnosed(lab)["incident"] == "container-restarted"
     (directory / "run.json").write_text(json.dumps({**body, "boot": "another/1"}))
-    assert lab.newest().detail == "host restarted under the run"
+    assert lab.newest().detail == "container or host restarted under the run"
 
 
 def test_a_target_that_cannot_be_asked_is_diagnosed_too(lab: Lab) -> None:

@@ -121,7 +121,7 @@ def test_lost_without_a_record() -> None:
 
 
 def test_restart_beats_a_reused_pid() -> None:
-    assert str(assess(facts(boot="k2/9"), steps(5, 1.0))) == "lost (host restarted under the run)"
+    assert str(assess(facts(boot="k2/9"), steps(5, 1.0))) == "lost (container or host restarted under the run)"
     assert str(assess(facts(boot="k1/9"), steps(5, 1.0))) == "lost (container restarted under the run)"
 
 
