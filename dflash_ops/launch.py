@@ -169,7 +169,9 @@ def _resolve(remote: Remote, request: LaunchRequest, error: OpsError, say: Say) 
             time.sleep(0.5)
             continue
         if run.state in ("lost", "failed"):
-            raise RunLost(f"run {run.run_id} did not start", why=run.detail) from error
+            raise RunLost(
+                f"run {run.run_id} did not start", why=run.detail, hint="nothing runs; `fab launch` tries again"
+            ) from error
         return LaunchResult(
             run_id=run.run_id,
             release=run.release,

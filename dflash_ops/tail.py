@@ -96,6 +96,7 @@ CONTROL = re.compile(
     r"|\x1b[ -/]*[0-~]"  # two-character and charset sequences
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x9f]"  # what is left of C0 (not tab, newline, return) and C1
 )
+SUSPECT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]{0,4096}\x1b?|[ -/]*)?\Z|\r\Z")
 
 
@@ -115,6 +116,9 @@ class Cleaner:
 
     def feed(self, piece: bytes) -> str:
         text = self._pending + self._decoder.decode(piece)
+        if not SUSPECT.search(text):  # nearly always; several times faster than looking for whole sequences
+            self._pending = ""
+            return text
         cut = UNFINISHED.search(text)
         self._pending = text[cut.start() :] if cut else ""
         return _clean(text[: cut.start()] if cut else text)

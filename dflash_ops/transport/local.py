@@ -117,12 +117,14 @@ class LocalTransport:
     def explain(self, completed: Completed) -> OpsError:
         """See `Transport.explain`: the only layer here is the command itself."""
         last = completed.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+        killed = completed.returncode is not None and completed.returncode < 0
         ending = (
             f"killed by signal {-completed.returncode}"
-            if completed.returncode is not None and completed.returncode < 0
+            if killed and completed.returncode is not None
             else f"exit code {completed.returncode}"
         )
-        return AgentFailed(f"the agent gave no answer ({ending})", why=last[0] if last else "")
+        hint = "somebody or the kernel (memory?) ended it; try again" if killed else ""
+        return AgentFailed(f"the agent gave no answer ({ending})", why=last[0] if last else "", hint=hint)
 
     def host(self) -> Transport | None:
         """See `Transport.host`: the GPUs are this machine's own."""

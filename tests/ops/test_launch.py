@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -85,7 +86,7 @@ class TestMainJob:
         [
             (("--variant", "nonsense"), ("no variant 'nonsense'", "the variants are threadwarm, sdpa")),
             (("--variant", "../x"), ("is no variant's name",)),
-            (("--variant", "-e"), ("-e",)),
+            (("--variant=-e",), ("is no variant's name",)),
             (("--set", "standin.speed=1"), ("unknown setting 'standin.speed'",)),
             (("--set", "nonsense"), ("key=value",)),
             (("--launcher", "screen"), ("--launcher",)),
@@ -396,6 +397,33 @@ class TestTmux:
         done = lab.fab("attach")
         assert done.returncode == 2
         assert "terminal" in done.stderr
+
+    def test_attach_shows_the_run_and_detaching_leaves_it(self, lab: Lab) -> None:
+        lab.launch(LONG)
+        terminal, other_end = os.openpty()
+        fab = subprocess.Popen(
+            lab.command("attach"),
+            cwd=lab.checkout,
+            env=lab.environment | {"TERM": "xterm"},
+            stdin=other_end,
+            stdout=other_end,
+            stderr=other_end,
+            start_new_session=True,
+        )
+        os.close(other_end)
+        lab.started.append(fab)
+        shown = bytearray()
+
+        def has_step() -> bool:
+            if select.select([terminal], [], [], 0)[0]:
+                shown.extend(os.read(terminal, 65536))
+            return b"step" in shown
+
+        wait_until(has_step, "the log on the terminal")
+        os.write(terminal, b"\x02d")
+        assert fab.wait(20) == 0
+        os.close(terminal)
+        assert lab.newest().state == "training"
 
     def test_a_root_too_long_for_a_socket_is_refused(self, lab: Lab) -> None:
         lab.root = lab.root / ("x" * 90)
