@@ -86,7 +86,7 @@ class TestMainJob:
         [
             (("--variant", "nonsense"), ("no variant 'nonsense'", "the variants are threadwarm, sdpa")),
             (("--variant", "../x"), ("is no variant's name",)),
-            (("--variant=-e",), ("is no variant's name",)),
+            (("--variant", "A b"), ("is no variant's name",)),
             (("--set", "standin.speed=1"), ("unknown setting 'standin.speed'",)),
             (("--set", "nonsense"), ("key=value",)),
             (("--launcher", "screen"), ("--launcher",)),
