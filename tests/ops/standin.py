@@ -5,7 +5,8 @@
     standin.steps     how many steps it takes (default 3)
     standin.interval  seconds between them
     standin.mode      normal | crash (exit 3 after a step) | deaf (ignores TERM) | family (leaves a child behind) |
-                      stumble (saves, then exits 3, unless it was resumed) | oom (runs out of CUDA memory)
+                      stumble (saves, then exits 3, unless it was resumed) | oom (runs out of CUDA memory) |
+                      hungry (takes 32 MiB a step once RUN/eat exists)
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def train(found, settings):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print("child", child.pid, flush=True)
     emit("gate_open", seconds=0.0)
-    step = 0
+    step, held = 0, []
     for step in range(1, int(settings.get("standin.steps", "3")) + 1):
         emit("step", step=step, loss=1.0 / step, accept_len=1.0 + step, context_tokens_per_s=1000.0)
         print(f"step {step} loss {1.0 / step:.3f}", flush=True)
@@ -59,6 +60,8 @@ def train(found, settings):
             saved.mkdir(parents=True)
             time.sleep(float(settings.get("standin.interval", "0.02")))
             sys.exit(3)
+        if mode == "hungry" and (run / "eat").exists():
+            held.append(bytearray(32 << 20))
         if mode == "oom":
             print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", flush=True)
             sys.exit(1)
