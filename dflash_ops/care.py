@@ -14,6 +14,7 @@ from rich.live import Live
 from dflash_ops import console, dashboard, pages
 from dflash_ops import diagnose as diagnosing
 from dflash_ops import doctor as examining
+from dflash_ops import provision as provisioning
 from dflash_ops import pull as pulling
 from dflash_ops import watch as watching
 from dflash_ops.agent import records, verbs
@@ -117,6 +118,18 @@ def prune(c: TargetContext, keep: str = "2", dry_run: bool = False, yes: bool = 
         console.show_json({"target": target.name, **records.dump(done)})
     else:
         console.say(f"removed {len(done.removed)}, {done.freed:,} bytes are free again")
+    return 0
+
+
+@verb()
+def provision(c: TargetContext, lock: str = "environment.lock", wheelhouse: str = "", base_python: str = "") -> int:
+    """Build the target's environment from a hashed lock; --lock FILE, --wheelhouse DIR, --base-python PATH."""
+    target = only(c, "provision")
+    house = Path(wheelhouse).expanduser() if wheelhouse else None
+    done = provisioning.provision(connect(target), target, Path(lock), house, base_python, operator(), console.remark)
+    console.say(f"environment {done.environment} {'is built' if done.built else 'was there already'} and in use")
+    if target.python != done.python:
+        console.say(f"next: set python: {done.python} for {target.name} in hosts.yaml")
     return 0
 
 

@@ -99,7 +99,7 @@ def container(layout: Layout, request: DoctorRequest) -> Examined:
         detail = "/dev/nvidia-uvm is there" if there else "/dev/nvidia-uvm is missing: CUDA cannot start"
         lines.append(_line("devices", "ok" if there else "bad", detail, "runbooks/uvm-missing.md"))
     if not request.quick:
-        lines += _smoke(request, on_gpus=bool(facts.device_files))
+        lines += smoke(request, on_gpus=bool(facts.device_files))
     lines += _left_behind(layout)
     return Examined(tuple(lines), time.time(), facts.driver_version)
 
@@ -213,10 +213,11 @@ def _launcher() -> Line:
     )
 
 
-def _smoke(request: DoctorRequest, *, on_gpus: bool) -> list[Line]:
+def smoke(request: DoctorRequest, *, on_gpus: bool, python: str = sys.executable) -> list[Line]:
+    """Import torch and compute on every card, in a process of its own."""
     try:
         done = subprocess.run(
-            [sys.executable, "-I", "-c", SMOKE],
+            [python, "-I", "-c", SMOKE],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

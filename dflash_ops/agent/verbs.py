@@ -25,6 +25,7 @@ from dflash_ops.agent import (
 )
 from dflash_ops.agent import fetch as fetching
 from dflash_ops.agent import follow as following
+from dflash_ops.agent import provision as provisioning
 from dflash_ops.agent import prune as pruning
 from dflash_ops.agent.gate import GateReport, GateRequest
 from dflash_ops.agent.launch import LaunchRequest
@@ -272,6 +273,20 @@ def _prune(call: Call) -> pruning.PrunePlan:
     return done
 
 
+def _provision(call: Call) -> provisioning.Provisioned:
+    request = records.load(provisioning.ProvisionRequest, call.params)
+    call.layout.create()
+    done = provisioning.provision(call.layout, request, call.say)
+    releases.append_audit(call.layout, "provision", request.who, done.environment)
+    return done
+
+
+def _wheel(call: Call) -> provisioning.WheelAnswer:
+    request = records.load(provisioning.WheelRequest, call.params)
+    call.layout.create()
+    return provisioning.take_wheel(call.layout, request, call.payload, call.payload_size)
+
+
 def _doctor(call: Call) -> doctor.Examined:
     return doctor.container(call.layout, records.load(doctor.DoctorRequest, call.params))
 
@@ -340,6 +355,8 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "evidence": _as_json(_evidence),
     "probe-host": _as_json(_probe_host),
     "prune": _as_json(_prune),
+    "provision": _as_json(_provision),
+    "wheel": _as_json(_wheel),
     "doctor": _as_json(_doctor),
     "doctor-host": _as_json(_doctor_host),
     "watch": _as_json(_watch),

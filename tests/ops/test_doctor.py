@@ -106,10 +106,10 @@ def test_a_target_that_does_not_answer_leaves_the_laptop_s_lines(lab: Lab) -> No
 
 def test_the_smoke_test_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SMOKE", 'print(\'@{"torch": "9", "cuda": null, "cards": 0, "bad": []}\')')
-    (line,) = doctor._smoke(DoctorRequest(), on_gpus=False)
+    (line,) = doctor.smoke(DoctorRequest(), on_gpus=False)
     assert line.verdict == "ok"
     monkeypatch.setattr(doctor, "SMOKE", "import os; os.abort()")
-    (line,) = doctor._smoke(DoctorRequest(), on_gpus=False)
+    (line,) = doctor.smoke(DoctorRequest(), on_gpus=False)
     assert line.verdict == "bad"
     compile(doctor.SMOKE, "smoke", "exec")
 
