@@ -150,7 +150,7 @@ def train(drafter: Drafter, target: Target, text: Document, steps: int) -> float
 def test_an_overfit_drafter_and_both_measures_of_it(target: Target) -> None:
     """On the target's own greedy text: loss near zero, whole blocks accepted, decoding and teacher forcing agree.
 
-    The teacher-forced measure failed this when it looked at anchors in the target's states one place further on.
+    Failed when the mask let a block see the target's state at its own anchor, which decoding does not have.
     """
     path = Path(__file__)
     prompt = torch.tensor(target.tokenizer(path.read_text()[:60])["input_ids"])

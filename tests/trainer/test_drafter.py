@@ -120,8 +120,8 @@ def naive_forward(
 def test_the_packed_forward_is_what_serving_computes_block_by_block(changes: dict[str, int]) -> None:
     """Train/serve parity: strict context, crop and position ids.
 
-    Failed with positions counted over the packed row, with interleaved instead of neox rotation, and with
-    input_layernorm applied to the context.
+    Failed with interleaved instead of neox rotation, with the rotation's sign turned, and with input_layernorm
+    applied to the context.
     """
     drafter = Drafter(shape_of(**changes), torch.Generator().manual_seed(0))
     for parameter in drafter.parameters():  # norms of one would hide a missing or misplaced norm weight

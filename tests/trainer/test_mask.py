@@ -160,7 +160,7 @@ def test_sdpa_equals_attention_written_out_and_empty_rows_are_zero_with_finite_g
 
 
 def test_the_order_of_documents_in_a_row_changes_no_block() -> None:
-    """Failed with positions counted over the row."""
+    """Failed when the mask compared positions alone and not documents."""
     net = Net()
     order = [2, 0, 1]
     starts = [sum(LENGTHS[:d]) for d in range(3)]

@@ -71,7 +71,7 @@ def plain(config: TrainConfig, batch: HiddenBatch, drafter: torch.nn.Module) -> 
     ("labels", "weighting"), [("argmax", "decay"), ("kl", "decay"), ("tokens", "dpace"), ("kl", "dpace")]
 )
 def test_one_step_equals_the_plain_form(labels: str, weighting: str) -> None:
-    """Failed with teacher rows one further on, and with the fixed decay left in D-PACE."""
+    """Failed with teacher rows one further on."""
     config = config_of(labels, weighting)
     step = TrainStep(config, make_drafter(config), make_ends(), "cpu")
     batch = batch_of(config)
