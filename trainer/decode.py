@@ -82,31 +82,38 @@ def _copy(value: Any) -> Any:
 
 
 @torch.no_grad()
-def draft(
+def block_states(
     drafter: Drafter, target: Target, features_TKH: torch.Tensor, anchor_token: int, mask_token_id: int
 ) -> torch.Tensor:
-    """Draft one block after T tokens whose states are known: block_size - 1 tokens, int64, on the drafter's device."""
+    """The drafter's states [B, H] for one block whose anchor follows T tokens with known states."""
     parameter = next(drafter.parameters())
     device, dtype, size = parameter.device, parameter.dtype, drafter.shape.block_size
     known = features_TKH.shape[0]
     ids_B = torch.full((size,), mask_token_id, device=device)
     ids_B[0] = anchor_token
-    anchors = torch.tensor([known], dtype=torch.int32, device=device)
     attend = attend_sdpa(
-        anchors,
+        torch.tensor([known], dtype=torch.int32, device=device),
         torch.ones(1, dtype=torch.bool, device=device),
         torch.zeros(known, dtype=torch.int32, device=device),
         drafter.shape,
     )
-    hidden_BH = drafter(
+    states: torch.Tensor = drafter(
         features_TKH.to(device, dtype),
         torch.arange(known, device=device),
         embedding(ids_B, target.embed_VH.to(device, dtype)),
         known + torch.arange(size, device=device),
         attend,
     )
-    drafted: torch.Tensor = (hidden_BH[1:] @ target.head_VH.to(device, dtype).T).argmax(-1)
-    return drafted
+    return states
+
+
+@torch.no_grad()
+def draft(
+    drafter: Drafter, target: Target, features_TKH: torch.Tensor, anchor_token: int, mask_token_id: int
+) -> torch.Tensor:
+    """Draft one block: block_size - 1 tokens, int64, on the drafter's device."""
+    states_BH = block_states(drafter, target, features_TKH, anchor_token, mask_token_id)
+    return (states_BH[1:] @ target.head_VH.to(states_BH.device, states_BH.dtype).T).argmax(-1)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch.nn.functional import embedding
 
 from trainer.config import DataConfig, DrafterConfig, TargetConfig
 from trainer.data.packing import Document, pack
-from trainer.decode import CachedTarget, decode_acceptance, greedy_decode, speculative_decode
+from trainer.decode import CachedTarget, block_states, decode_acceptance, greedy_decode, speculative_decode
 from trainer.evaluate import acceptance
 from trainer.model.anchors import anchor_generator, labels_and_weights, sample_anchors
 from trainer.model.drafter import Drafter
@@ -148,10 +148,7 @@ def train(drafter: Drafter, target: Target, text: Document, steps: int) -> float
 
 
 def test_an_overfit_drafter_and_both_measures_of_it(target: Target) -> None:
-    """On the target's own greedy text: loss near zero, whole blocks accepted, decoding and teacher forcing agree.
-
-    Failed when the mask let a block see the target's state at its own anchor, which decoding does not have.
-    """
+    """On the target's own greedy text: loss near zero, whole blocks accepted, decoding and teacher forcing agree."""
     path = Path(__file__)
     prompt = torch.tensor(target.tokenizer(path.read_text()[:60])["input_ids"])
     tokens = greedy_decode(target, prompt, max_new_tokens=100)
@@ -179,8 +176,23 @@ def test_an_overfit_drafter_and_both_measures_of_it(target: Target) -> None:
     assert decoded_mean.mean == pytest.approx(1 + sum(decoded_mean.by_position))
 
 
-def teacher_forced_at(drafter: Drafter, target: Target, ids: torch.Tensor, anchor: int) -> float:
-    """Acceptance at one anchor of a known text, by the packed training forward."""
+def test_a_block_is_drafted_as_it_was_trained(target: Target, prompt: torch.Tensor) -> None:
+    """Train/serve parity: the packed training forward at an anchor and the drafting call there, to rounding.
+
+    Failed when the mask let a block see the target's state at its own anchor, which drafting does not have.
+    """
+    drafter = drafter_of(target)
+    states = target.document_states(prompt)
+    for anchor in (1, 7, len(prompt) - 2):
+        trained = training_states_at(drafter, target, prompt, anchor)[0]
+        drafted = block_states(drafter, target, states[:anchor], int(prompt[anchor]), 1)
+        assert torch.allclose(trained, drafted, atol=1e-4)
+
+
+def training_states_at(
+    drafter: Drafter, target: Target, ids: torch.Tensor, anchor: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(block states [B, H], labels [B]) of one anchor of a known text, by the packed training forward."""
     text = Document("text", ids, torch.ones(len(ids), dtype=torch.bool))
     anchors = (torch.tensor([anchor], dtype=torch.int32), torch.tensor([True]))
     row = pack(
@@ -209,5 +221,11 @@ def teacher_forced_at(drafter: Drafter, target: Target, ids: torch.Tensor, ancho
         at.flatten(),
         attend_sdpa(*anchors, row.doc_ids_T, drafter.shape),
     )
-    hits = (states.detach() @ target.head_VH.T).argmax(-1) == labels.flatten()
+    return states.detach(), labels.flatten()
+
+
+def teacher_forced_at(drafter: Drafter, target: Target, ids: torch.Tensor, anchor: int) -> float:
+    """Acceptance at one anchor of a known text."""
+    states, labels = training_states_at(drafter, target, ids, anchor)
+    hits = (states @ target.head_VH.T).argmax(-1) == labels
     return float(1 + hits[1:].long().cumprod(0).sum())
