@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from invoke.parser.argument import Argument
 from rich.live import Live
 
+from dflash_ops import completion as completing
 from dflash_ops import console, dashboard, pages
 from dflash_ops import diagnose as diagnosing
 from dflash_ops import doctor as examining
@@ -27,7 +29,7 @@ from dflash_ops.executor import TargetContext
 from dflash_ops.remote import Place, Remote
 from dflash_ops.scrub import scrub
 from dflash_ops.settings import Target
-from dflash_ops.tasks import READ_DEADLINE_S, run_code, verb
+from dflash_ops.tasks import READ_DEADLINE_S, ns, run_code, verb
 from dflash_ops.tasks import _count as whole_number
 from dflash_ops.tasks import _fab as fab_words
 from dflash_ops.tasks import _only as only
@@ -131,6 +133,18 @@ def provision(c: TargetContext, lock: str = "environment.lock", wheelhouse: str 
     if target.python != done.python:
         console.say(f"next: set python: {done.python} for {target.name} in hosts.yaml")
     return 0
+
+
+@verb()
+def completion(c: TargetContext) -> int:
+    """Print the completion script for bash and zsh: source <(fab completion)."""
+    flags = {name: sorted(flag for one in ns[name].get_arguments() for flag in _flags(one)) for name in ns.task_names}
+    print(completing.script(flags))
+    return 0
+
+
+def _flags(argument: Argument) -> list[str]:
+    return [f"--{name}" for name in argument.names if len(name) > 1]
 
 
 @verb()

@@ -21,7 +21,7 @@ from fabric import task
 from invoke.collection import Collection
 from invoke.exceptions import Exit
 
-from dflash_ops import console, hosts, release, tail
+from dflash_ops import completion, console, hosts, release, tail
 from dflash_ops import launch as launching
 from dflash_ops.agent import records, verbs
 from dflash_ops.agent.gate import GateReport
@@ -122,6 +122,7 @@ def launch(
 
     def one(target: Target, remote: Remote) -> int:
         done = launching.launch(remote, target, options, who(), lambda text: _say(c, target, text))
+        completion.remember(target.name, [done.run_id])
         _say(c, target, f"run {done.run_id} is started: release {done.release}, {done.launcher}, pid {done.pid}")
         if done.resumed_from:
             _say(c, target, f"goes on from {done.resumed_from}")
@@ -211,6 +212,7 @@ def runs(c: TargetContext, limit: str = "20", json: bool = False) -> int:
         return remote.call("runs", verbs.RunsRequest(count), verbs.Runs, deadline=READ_DEADLINE_S)
 
     def show(target: Target, found: verbs.Runs) -> int:
+        completion.remember(target.name, [run.run_id for run in found.runs])
         if json:
             console.show_json({"target": target.name, **records.dump(found)})
         return 0

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_ops.agent import gate
 from dflash_ops.agent.provision import card_architectures, read_lock
 from dflash_ops.errors import UsageError
 from tests.fixtures import fake_nvidia_smi
@@ -132,3 +133,10 @@ def test_a_missing_lock_is_said(lab: Lab) -> None:
     done = lab.fab("provision", "--lock", "/nonexistent")
     assert done.returncode == 2
     assert "requirements with hashes" in done.stderr
+
+
+def test_the_lock_that_ships_is_whole() -> None:
+    shipped = read_lock((Path(__file__).parents[2] / "environment.lock").read_text())
+    assert {*gate.NEEDED, *gate.NEEDED_WITH_GPUS} <= set(shipped.distributions)
+    assert "causal-conv1d==" in shipped.last
+    assert "torch==2.12" not in shipped.first

@@ -9,12 +9,14 @@ Shown able to fail: with a page renamed, `test_whoever_names_a_page_finds_it` fa
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from dflash_ops import errors
-from dflash_ops.incidents import CATALOGUE
+from dflash_ops import care, errors
+from dflash_ops.incidents import CATALOGUE, Incident
+from dflash_ops.tasks import ns
 from tests.runbook import PLACES, ROOT, SECTIONS, Fence, fences, pages
 
 ROUTINE = [
@@ -81,3 +83,64 @@ def test_shell_blocks_parse(path: Path) -> None:
 def test_the_reader_of_pages_reads() -> None:
     found = fences(ROOT / "runbooks" / "container-stopped.md")
     assert found[0] == Fence("How to confirm", "laptop", 'fab -H "$NAME" status', 13, runs=True)
+
+
+def fab_commands(script: str) -> list[list[str]]:
+    """Every call of fab in a block, as words."""
+    lines = re.sub(r"\\\n", " ", script).splitlines()
+    return [shlex.split(line) for line in lines if line.startswith("fab ")]
+
+
+def check_words(words: list[str]) -> None:
+    """Raise AssertionError where a verb or a flag does not exist. A flag belongs to the verb before it."""
+    rest = words[1:]
+    if rest[:1] == ["-H"]:
+        rest = rest[2:]
+    if rest == ["--list"]:
+        return
+    flags: dict[str, bool] = {}
+    positional = 0
+    assert rest, words
+    assert rest[0] in VERBS, f"no verb {rest[0]!r}: {words}"
+    while rest:
+        word = rest.pop(0)
+        if word in VERBS:
+            arguments = VERBS[word]
+            flags = {f"--{name}": argument.takes_value for argument in arguments for name in argument.names}
+            positional = sum(argument.positional for argument in arguments)
+        elif word.startswith("--"):
+            assert word in flags, f"no flag {word!r}: {words}"
+            if flags[word]:
+                assert rest, words
+                rest.pop(0)
+        else:
+            positional -= 1
+            assert positional >= 0, f"no verb {word!r}: {words}"
+
+
+assert care.diagnose  # importing the module adds its verbs to the namespace
+VERBS = {name: ns[name].get_arguments() for name in ns.task_names}
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
+def test_fab_commands_exist(path: Path) -> None:
+    for fence in fences(path):
+        for words in fab_commands(fence.script):
+            check_words(words)
+
+
+@pytest.mark.parametrize("incident", CATALOGUE, ids=lambda incident: incident.name)
+def test_next_commands_exist(incident: Incident) -> None:
+    check_words(incident.next_command.split())
+
+
+@pytest.mark.parametrize("kind", error_classes(), ids=lambda kind: kind.__name__)
+def test_hints_name_commands_that_exist(kind: type[errors.OpsError]) -> None:
+    for command in re.findall(r"`(fab [^`]+)`", kind.default_hint):
+        check_words(command.split())
+
+
+@pytest.mark.parametrize("words", ["fab lunch", "fab launch --line 3", "fab status now", "fab -H x runs --resume y"])
+def test_the_check_of_commands_can_fail(words: str) -> None:
+    with pytest.raises(AssertionError):
+        check_words(words.split())
