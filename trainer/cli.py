@@ -8,7 +8,8 @@
     python -m trainer bench    PART [...]
 
 Exit codes: 0 done, or stopped on request; 1 error; 2 wrong arguments or configuration; 70 a warm-up ran past
-run.gate_deadline_s (all stacks are in the log). A second TERM, HUP or INT ends the process at once with 1.
+run.gate_deadline_s (all stacks are in the log). TERM, HUP and INT stop in order; asked again two seconds later or
+more, the process ends at once with 1.
 
 torch is imported inside the commands: some of it reads the environment once, at its import.
 """

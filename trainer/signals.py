@@ -1,4 +1,8 @@
-"""TERM, HUP and INT ask for an orderly stop; a second one of them ends the process at once.
+"""TERM, HUP and INT ask for an orderly stop; asked again after a while, the process ends at once.
+
+One stop often arrives as several signals: a container's shutdown sends HUP and TERM within a third of a second, and the
+supervisor passes on what the kernel delivers as well. So only a signal at least `ASK_AGAIN_S` after the first counts as
+a second request.
 
 The interpreter's own C handler writes the signal's number into a pipe, and a thread named `signals` reads it there and
 acts. Nothing depends on the main thread running Python code: a signal may be delivered to any thread, and a main thread
@@ -10,16 +14,18 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+ASK_AGAIN_S = 2.0
 
 
 class StopSignals:
     """Installed once, in the main thread.
 
-    `on_first(name)` runs for the first signal; for the second, `on_second(name)` and then exit code 1.
+    `on_first(name)` runs for the first signal; for the second request, `on_second(name)` and then exit code 1.
     """
 
     def __init__(self, on_first: Callable[[str], None], on_second: Callable[[str], None]) -> None:
@@ -44,6 +50,11 @@ class StopSignals:
                 return signal.Signals(number).name
 
     def _act(self) -> None:
-        self._on_first(self._next())
-        self._on_second(self._next())
-        os._exit(1)
+        name = self._next()
+        asked = time.monotonic()
+        self._on_first(name)
+        while True:
+            name = self._next()
+            if time.monotonic() - asked >= ASK_AGAIN_S:
+                self._on_second(name)
+                os._exit(1)

@@ -12,12 +12,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from small_run import events, small_flags
+
+from trainer.signals import ASK_AGAIN_S
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
@@ -215,9 +218,22 @@ def test_a_second_term_ends_at_once(tmp_path: Path) -> None:
         process.until("drafter1 hangs now")
         process.child.send_signal(signal.SIGTERM)
         process.until("finishing this step")
+        time.sleep(ASK_AGAIN_S)
         process.child.send_signal(signal.SIGTERM)
         assert process.end() == 1
     assert events(tmp_path, "end")[0]["reason"] == "killed"
+
+
+def test_hup_and_term_together_are_one_request(tmp_path: Path) -> None:
+    """As a container's shutdown sends them. Fails (exit 1, no checkpoint) when any second signal ends the process."""
+    with running(train(tmp_path, **LONG)) as process:
+        process.until("step      3/24")
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+            process.child.send_signal(number)
+        assert process.end() == 0
+    (end,) = events(tmp_path, "end")
+    assert end["reason"] == "stopped"
+    assert Path(end["summary"]["checkpoint"]).name == f"step-{end['step']:08d}"
 
 
 class TestCommandLine:
