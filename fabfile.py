@@ -1,6 +1,6 @@
-"""The fab namespace. `fab --list` shows the verbs; dflash_ops/tasks.py and dflash_ops/care.py hold them."""
+"""The fab namespace. `fab --list` shows the verbs; they are in dflash_ops/tasks.py, reading.py and care.py."""
 
-from dflash_ops import care
-from dflash_ops.tasks import ns
+from dflash_ops import care, reading, tasks
+from dflash_ops.cli import ns
 
-__all__ = ["care", "ns"]
+__all__ = ["care", "ns", "reading", "tasks"]

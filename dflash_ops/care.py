@@ -22,6 +22,7 @@ from dflash_ops import watch as watching
 from dflash_ops.agent import records, verbs
 from dflash_ops.agent.prune import PrunePlan, PruneRequest
 from dflash_ops.agent.snapshot import WatchRequest
+from dflash_ops.cli import READ_DEADLINE_S, fab_words, ns, only, operator, run_code, verb, whole_number
 from dflash_ops.connect import connect, open_transport
 from dflash_ops.diagnose import Finding
 from dflash_ops.errors import INTERRUPTED, EnvironmentUnfit, UsageError
@@ -29,11 +30,6 @@ from dflash_ops.executor import TargetContext
 from dflash_ops.remote import Place, Remote
 from dflash_ops.scrub import scrub
 from dflash_ops.settings import Target
-from dflash_ops.tasks import READ_DEADLINE_S, ns, run_code, verb
-from dflash_ops.tasks import _count as whole_number
-from dflash_ops.tasks import _fab as fab_words
-from dflash_ops.tasks import _only as only
-from dflash_ops.tasks import who as operator
 from dflash_ops.watch import Notifier, View
 
 HASHING_DEADLINE_S = 3600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dflash_ops import console, hosts, launch, release, tail, tasks
+from dflash_ops import cli, console, hosts, launch, release, tail
 from dflash_ops.agent.runs import RunStatus
 from dflash_ops.connect import connect
 from dflash_ops.errors import LockHeld, UsageError
@@ -16,7 +16,7 @@ VARIANT = "threadwarm"
 
 def main() -> int:
     """Deploy, launch, follow, sum up; the exit code of whatever failed, else 0."""
-    return tasks.guarded(_demo)
+    return cli.guarded(_demo)
 
 
 def _demo() -> int:
@@ -29,10 +29,12 @@ def _demo() -> int:
     remote = connect(target)
     try:
         console.say("$ fab deploy")
-        deployed = release.deploy(remote, release.collect(hosts.checkout()), tasks.who(), console.say, console.upload)
+        deployed = release.deploy(
+            remote, release.collect(hosts.checkout()), cli.operator(), console.say, console.upload
+        )
         console.say(f"release {deployed.release_id}: {deployed.files} files, {deployed.sent:,} bytes sent")
         console.say(f"$ fab launch --variant {VARIANT}")
-        started = launch.launch(remote, target, launch.LaunchOptions(variant=VARIANT), tasks.who(), console.say)
+        started = launch.launch(remote, target, launch.LaunchOptions(variant=VARIANT), cli.operator(), console.say)
     except LockHeld as error:
         console.show_error(error)
         console.remark("a run is already going: `fab tail-log` follows it, `fab stop` ends it, then `make demo` again")
@@ -54,7 +56,7 @@ def _demo() -> int:
         raise
     print(cleaner.end(), flush=True)
     _sum_up(end.status)
-    return tasks.run_code(end.status)
+    return cli.run_code(end.status)
 
 
 def _sum_up(status: RunStatus) -> None:

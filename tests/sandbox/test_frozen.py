@@ -14,7 +14,7 @@ import paramiko
 import pytest
 from invoke.config import Config
 
-from dflash_ops import connect, launch, release, remote, tail, tasks
+from dflash_ops import cli, connect, launch, reading, release, remote, tail, tasks
 from dflash_ops.executor import TargetContext
 from tests.sandbox.box import send
 from tests.sandbox.laptop import Laptop
@@ -23,22 +23,23 @@ pytestmark = pytest.mark.sandbox
 
 SHORT = {
     tasks: ("READ_DEADLINE_S", "STOP_SPARE_S"),
+    reading: ("READ_DEADLINE_S",),
     launch: ("LAUNCH_DEADLINE_S", "GATE_DEADLINE_S", "PROBE_DEADLINE_S", "STATUS_DEADLINE_S", "RESOLVE_S"),
     release: ("SELECT_DEADLINE_S", "INSTALL_DEADLINE_S"),
     remote: ("GRACE_S",),
     tail: ("SILENCE_S", "PATIENCE_S"),
 }
 VERBS: dict[str, Callable[[TargetContext], int]] = {
-    "status": lambda c: tasks.status(c),
-    "runs": lambda c: tasks.runs(c),
-    "releases": lambda c: tasks.releases(c),
+    "status": lambda c: reading.status(c),
+    "runs": lambda c: reading.runs(c),
+    "releases": lambda c: reading.releases(c),
     "deploy": lambda c: tasks.deploy(c),
     "deploy --dry-run": lambda c: tasks.deploy(c, dry_run=True),
     "launch": lambda c: tasks.launch(c, variant="sdpa"),
-    "tail-log": lambda c: tasks.tail_log(c),
+    "tail-log": lambda c: reading.tail_log(c),
     "stop": lambda c: tasks.stop(c, wait="1"),
-    "gpus": lambda c: tasks.gpus(c),
-    "preflight": lambda c: tasks.preflight(c),
+    "gpus": lambda c: reading.gpus(c),
+    "preflight": lambda c: reading.preflight(c),
     "rollback": lambda c: tasks.rollback(c),
     "clear-cache": lambda c: tasks.clear_cache(c),
 }
@@ -68,7 +69,7 @@ def test_every_verb(verb: str, laptop: Laptop, context: TargetContext, monkeypat
 
     monkeypatch.setattr(paramiko.Channel, "exec_command", exec_then_freeze)
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(tasks.guarded(lambda: VERBS[verb](context))), daemon=True)
+    thread = threading.Thread(target=lambda: codes.append(cli.guarded(lambda: VERBS[verb](context))), daemon=True)
     thread.start()
     thread.join(40)
     for pid in laptop.box.sshd.sessions():
