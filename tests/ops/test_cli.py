@@ -129,3 +129,26 @@ def test_reading_verbs_speak_json(lab: Lab) -> None:
     for verb in ("status", "runs", "releases", "gpus", "preflight"):
         body = json.loads(lab.fab(verb, "--json").stdout)
         assert body["target"] == "local"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("statsu", "no verb 'statsu', did you mean 'status'?"),
+        ("status --nope", "no flag --nope"),
+        ("--nosuch", "no flag --nosuch"),
+        ("launch --variant", "--variant needs a value"),
+        ("launch --set", "--set needs a value"),
+        ("launch --set --keep-cache", "--set needs a value"),
+        ("report", "report needs 'run'"),
+        ("--help statsu", "no verb 'statsu'"),
+        ("stop --kill=yes", "no verb 'yes'"),
+    ],
+)
+def test_words_that_fab_does_not_know_exit_2(lab: Lab, words: str, says: str) -> None:
+    """Shown able to fail: without `usage_exits_2` in fabfile.py each ends with 1, `launch --set` is taken."""
+    done = lab.fab(*words.split())
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "fab --list" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_ops import care, errors
+from dflash_ops import care, errors, reading, tasks
+from dflash_ops.cli import ns
 from dflash_ops.incidents import CATALOGUE, Incident
-from dflash_ops.tasks import ns
 from tests.runbook import PLACES, ROOT, SECTIONS, Fence, fences, pages
 
 ROUTINE = [
@@ -118,7 +118,7 @@ def check_words(words: list[str]) -> None:
             assert positional >= 0, f"no verb {word!r}: {words}"
 
 
-assert care.diagnose  # importing the module adds its verbs to the namespace
+assert all((care.diagnose, reading.status, tasks.deploy))  # importing a module adds its verbs to the namespace
 VERBS = {name: ns[name].get_arguments() for name in ns.task_names}
 
 
