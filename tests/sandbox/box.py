@@ -161,6 +161,7 @@ class Container:
     def remove(self) -> None:
         self.stop()
         subprocess.run(["umount", str(self.rootfs)], check=False, capture_output=True)
+        _remove(self.home)
 
 
 @dataclass
