@@ -1,7 +1,7 @@
 """A peer that freezes in the middle of a verb: the verb ends within its deadline, with 10 or 124.
 
-The deadlines are made short here; what is tested is that nothing waits past them. Shown able to fail: with the wait for
-the exit status unbounded, and with `cut` leaving the connection in use, these went red.
+The deadlines are made short here; what is tested is that nothing waits past them. Shown able to fail: with the read of
+a call's output unbounded, these went red.
 """
 
 from __future__ import annotations

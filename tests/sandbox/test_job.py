@@ -1,7 +1,6 @@
 """The whole job by `fab`, through SSH and pct into a container, with the real trainer on its CPU.
 
-Shown able to fail: with the agent's answer dropped, with the wrong python in hosts.yaml, and with `current` not moved
-by a rollback, this went red.
+Shown able to fail: with a rollback that does not move `current`, this went red.
 """
 
 from __future__ import annotations

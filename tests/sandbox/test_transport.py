@@ -1,7 +1,7 @@
 """Bytes, arguments, deadlines and failures over real SSH, and over SSH and pct into a real container.
 
-Shown able to fail: with `render` joining by spaces, with `bounded` doing nothing, with the exec reply awaited without
-a limit, and with the exit status -1 passed on as a number, the tests of these went red.
+Shown able to fail: with `render` joining by spaces, with the reply to exec awaited without a limit, with a timed-out
+connection kept, and with the exit status -1 passed on as a number, the tests of these went red.
 """
 
 from __future__ import annotations
@@ -222,9 +222,22 @@ class TestDeadline:
 
     def test_a_frozen_peer_before_the_call(self, box: Box, transport: Transport) -> None:
         said(transport, "/bin/true")
-        with frozen(box), pytest.raises((DeadlineExceeded, HostUnreachable)):
-            said(transport, "/bin/true", deadline=3.0)
-        assert said(transport, "/bin/echo", "again").stdout == b"again\n"
+        with frozen(box):
+            with pytest.raises((DeadlineExceeded, HostUnreachable)):
+                said(transport, "/bin/true", deadline=3.0)
+            # The connection stays frozen; the next command does not wait on it.
+            assert said(transport, "/bin/echo", "again").stdout == b"again\n"
+
+    def test_after_a_deadline_the_next_command_has_a_fresh_connection(self, box: Box, transport: Transport) -> None:
+        said(transport, "/bin/true")
+        freezer = threading.Timer(0.5, lambda: [send(pid, signal.SIGSTOP) for pid in box.sshd.sessions()])
+        freezer.start()
+        try:
+            with pytest.raises(DeadlineExceeded):
+                said(transport, "/bin/sleep", "30", deadline=2.0)
+            assert said(transport, "/bin/echo", "again", deadline=10.0).stdout == b"again\n"
+        finally:
+            thaw(box)
 
     def test_a_peer_that_freezes_between_opening_and_exec(
         self, box: Box, transport: Transport, monkeypatch: pytest.MonkeyPatch
