@@ -48,7 +48,7 @@ PermitRootLogin prohibit-password
 PrintMotd no
 PrintLastLog no
 MaxSessions 10
-SetEnv PATH={home}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin
+SetEnv PATH={home}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin HOME={home}/root
 LogLevel VERBOSE
 """
 
@@ -174,7 +174,9 @@ class Sshd:
     process: subprocess.Popen[bytes] | None = None
 
     def create(self) -> None:
-        self.home.mkdir(parents=True)
+        # A home of its own for what logs in: a login shell reads ~/.bashrc, and that of this machine may take locks,
+        # start things, or print. Tests that want such a host write one.
+        (self.home / "root").mkdir(parents=True)
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self.new_host_key()
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.identity)], check=True)

@@ -86,6 +86,20 @@ class TestRoute:
         assert laptop.box.sshd.log == before
 
 
+class TestNoise:
+    def test_a_host_whose_bashrc_prints(self, laptop: Laptop) -> None:
+        noise = laptop.box.sshd.home / "root" / ".bashrc"
+        noise.write_text("echo welcome to pve; printf 'no newline, and @dflash: too'; echo on stderr >&2\n")
+        try:
+            done = laptop.fab("deploy")
+            assert done.returncode == 0, done.stdout + done.stderr
+            done = laptop.fab("releases", "--json")
+            assert done.returncode == 0
+            assert done.stdout.startswith("{")
+        finally:
+            noise.unlink()
+
+
 class TestWrapper:
     """The wrapper that docs/security.md gives a plain user, word for word but for pct's place."""
 
