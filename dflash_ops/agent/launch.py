@@ -19,7 +19,7 @@ from dflash_ops.agent.gate import GateReport, GateRequest
 from dflash_ops.agent.handover import Assignment
 from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.runs import ExitRecord, RunRecord
-from dflash_ops.errors import AgentFailed, OpsError, UsageError
+from dflash_ops.errors import AgentFailed, LockHeld, OpsError, UsageError
 
 DEFAULT_VARIANT = "threadwarm"
 HANDOVER_S = 30.0
@@ -82,14 +82,19 @@ def launch(layout: Layout, request: LaunchRequest, say: Say) -> LaunchResult:
     """Start one run or raise with nothing started; see the module's docstring for the order."""
     plan = _plan(layout, request)
     launchers.check(layout, plan.launcher)
-    descriptor = lock.acquire(layout, "a launch", plan.run_id, request.who)
+    release = layout.release(plan.release)
+    env = trainer_cli.environment(
+        cache.environment(layout, plan.release)
+        | {"DFLASH_RELEASE": plan.release, "DFLASH_RUN_ID": plan.run_id}
+        | request.env
+    )
     try:
-        env = trainer_cli.environment(
-            cache.environment(layout, plan.release)
-            | {"DFLASH_RELEASE": plan.release, "DFLASH_RUN_ID": plan.run_id}
-            | request.env
-        )
-        release = layout.release(plan.release)
+        descriptor = lock.acquire(layout, "a launch", plan.run_id, request.who)
+    except LockHeld:
+        if request.variant or request.overrides:  # a wrong word is told also while a run goes
+            trainer_cli.check_config(release, env, plan.variant, plan.overrides)
+        raise
+    try:
         trainer_cli.check_config(release, env, plan.variant, plan.overrides)
         report = gate.inspect(layout, request.gate)
         gate.require_open(report)

@@ -128,6 +128,15 @@ class TestOneAtATime:
         assert lab.fab("clear-cache").returncode == 21
         assert lab.status()["holder"]["run_id"] == run.run_id
 
+    def test_a_wrong_variant_is_told_also_while_a_run_goes(self, lab: Lab) -> None:
+        """Fails (exit 21) when the lock is asked before the words."""
+        lab.deploy()
+        lab.launch(LONG)
+        done = lab.fab("launch", "--variant", "nonsense")
+        assert done.returncode == 2
+        assert "threadwarm" in done.stderr
+        assert lab.fab("launch", "--variant", "threadwarm").returncode == 21
+
     def test_twenty_at_once_give_exactly_one_run(self, lab: Lab) -> None:
         """Shown able to fail: with the lock taken after the gate two runs started."""
         lab.deploy()
