@@ -1,6 +1,6 @@
 """A deploy that is cut, at any byte, leaves the target as it was; the next one succeeds and leaves no rest.
 
-Shown able to fail: with the hash check of the agent left out, and with `.partial` not swept, these went red.
+Shown able to fail: with an incomplete upload taken for whole, and with `.partial` not swept, these went red.
 """
 
 from __future__ import annotations
