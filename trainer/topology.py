@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.config import ConfigError, TopologyConfig, TrainConfig
 
@@ -20,7 +21,11 @@ class Hardware:
 
 def probe_hardware() -> Hardware:
     """Ask torch for the CUDA devices of this process."""
-    import torch  # here, so that configuration alone does not wait for the import
+    # Importing torch takes seconds, and every launch asks this first: without a device file there is no device.
+    # (/dev/dxg: Windows' Linux; /dev/nvhost-*: boards without a PCI bus.)
+    if not any(path.name.startswith(("nvidia", "dxg", "nvhost")) for path in Path("/dev").glob("*")):
+        return Hardware()
+    import torch
 
     if not torch.cuda.is_available():
         return Hardware()
