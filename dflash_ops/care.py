@@ -12,6 +12,7 @@ from typing import Any
 from invoke.parser.argument import Argument
 from rich.live import Live
 
+from dflash_ops import board as boards
 from dflash_ops import completion as completing
 from dflash_ops import console, dashboard, pages
 from dflash_ops import diagnose as diagnosing
@@ -25,7 +26,7 @@ from dflash_ops.agent.snapshot import WatchRequest
 from dflash_ops.cli import READ_DEADLINE_S, fab_words, ns, only, operator, run_code, verb, whole_number
 from dflash_ops.connect import connect, open_transport
 from dflash_ops.diagnose import Finding
-from dflash_ops.errors import INTERRUPTED, EnvironmentUnfit, UsageError
+from dflash_ops.errors import INTERRUPTED, AgentFailed, EnvironmentUnfit, UsageError
 from dflash_ops.executor import TargetContext
 from dflash_ops.remote import Place, Remote
 from dflash_ops.scrub import scrub
@@ -129,6 +130,23 @@ def provision(c: TargetContext, lock: str = "environment.lock", wheelhouse: str 
     if target.python != done.python:
         console.say(f"next: set python: {done.python} for {target.name} in hosts.yaml")
     return 0
+
+
+@verb()
+def tensorboard(c: TargetContext, run: str = "", port: str = "6006") -> int:
+    """Start TensorBoard on the target and show it on a port here; --run ID, --port N."""
+    target = only(c, "tensorboard")
+    number = whole_number("--port", port, 0, 65535)
+    remote = connect(target)
+    carrier = remote_of_its_own(target)
+    for one in (remote, carrier):  # connected before threads share it, and a wrong run is refused here
+        one.call("status", verbs.StatusRequest(run_id=run), verbs.Overview, deadline=READ_DEADLINE_S)
+    try:
+        ended = boards.show(remote, carrier, run, number, console.say)
+    except KeyboardInterrupt:
+        return 0  # Ctrl-C is how it is meant to end
+    console.remark(f"TensorBoard ended with {ended.code}")
+    return AgentFailed.exit_code
 
 
 @verb()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from dflash_ops.agent import (
+    board,
     cache,
     doctor,
     evidence,
@@ -287,6 +288,14 @@ def _wheel(call: Call) -> provisioning.WheelAnswer:
     return provisioning.take_wheel(call.layout, request, call.payload, call.payload_size)
 
 
+def _tensorboard(call: Call) -> board.BoardEnd:
+    return board.serve(call.layout, records.load(board.BoardRequest, call.params), call.emit)
+
+
+def _http(call: Call) -> board.ExchangeEnd:
+    return board.exchange(records.load(board.ExchangeRequest, call.params), call.emit)
+
+
 def _doctor(call: Call) -> doctor.Examined:
     return doctor.container(call.layout, records.load(doctor.DoctorRequest, call.params))
 
@@ -355,6 +364,8 @@ VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
     "evidence": _as_json(_evidence),
     "probe-host": _as_json(_probe_host),
     "prune": _as_json(_prune),
+    "tensorboard": _as_json(_tensorboard),
+    "http": _as_json(_http),
     "provision": _as_json(_provision),
     "wheel": _as_json(_wheel),
     "doctor": _as_json(_doctor),

@@ -7,9 +7,13 @@ with the old host key kept, the host-key page cannot trust the new one.
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -163,3 +167,21 @@ def test_a_run_is_pulled_through_the_route(laptop: Laptop, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     (copied,) = (tmp_path / "here").rglob("model.safetensors")
     assert copied.read_bytes() == big.read_bytes()
+
+
+def test_tensorboard_through_the_route(laptop: Laptop) -> None:
+    # This container's init is no init: nobody has brought its loopback up.
+    laptop.box.container.run("/bin/sh", "-c", "ip link set lo up")
+    assert laptop.fab("deploy").returncode == 0
+    shown = laptop.start_fab("tensorboard", "--port", "0")
+    assert shown.stdout is not None
+    line = shown.stdout.readline().decode()
+    match = re.search(r"http://127\.0\.0\.1:\d+/", line)
+    assert match is not None, line
+    address = match[0] + "data/logdir"
+    with ThreadPoolExecutor(6) as pool:  # more at a time than are let through
+        answers = list(pool.map(lambda _: urllib.request.urlopen(address, timeout=100).read(), range(6)))
+    assert {json.loads(answer)["logdir"] for answer in answers} == {f"{laptop.root}/runs"}
+    shown.send_signal(signal.SIGINT)
+    shown.communicate(timeout=30)
+    eventually(lambda: not laptop.box.container.pids("tensorboard.main"), "TensorBoard has ended")
