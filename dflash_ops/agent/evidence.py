@@ -21,7 +21,8 @@ LOG_TAIL = 1 << 19
 METRICS_TAIL = 1 << 15
 THROTTLE_SAMPLE_S = 1.0
 RECENT_S = 120.0
-KERNEL_LINE = re.compile(r"NVRM|Xid|oom|out of memory|fallen off", re.IGNORECASE)
+DRIVER_LINE = re.compile(r"NVRM|Xid|fallen off", re.IGNORECASE)
+OOM_LINE = re.compile(r"(?:Killed process |oom-kill:.*\bpid=)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,20 @@ def collect(layout: Layout, request: EvidenceRequest) -> EvidenceAnswer:
     if status is not None:
         texts += of_run(Path(status.directory))
     texts.append(ExcerptRecord(Source.FACTS, "\n".join(_facts(layout, status, request))))
-    texts += _machine_texts(status.created_at if status is not None else 0.0)
+    record = runs.read_run(Path(status.directory)) if status is not None else None
+    end = runs.read_exit(Path(status.directory)) if status is not None else None
+    pids = {identity.pid for identity in (record.trainer, record.supervisor) if identity} if record else set()
+    texts += _machine_texts(record.created_at if record else 0.0, pids, end.oom_kills if end else None)
     return EvidenceAnswer(status, tuple(texts))
 
 
-def of_machine(end: ExitRecord) -> list[ExcerptRecord]:
-    """What the supervisor adds right after a crash: the ending itself, the cards, the kernel's last words."""
+def of_machine(end: ExitRecord, pid: int) -> list[ExcerptRecord]:
+    """What the supervisor adds right after trainer `pid` crashed: the ending, the cards, the kernel's last words."""
     said = ExcerptRecord(Source.EXIT, json.dumps(records.dump(end)))
-    return [said, *_machine_texts(end.ended_at - RECENT_S)]
+    return [said, *_machine_texts(end.ended_at - RECENT_S, {pid}, end.oom_kills)]
 
 
-def _machine_texts(since: float) -> list[ExcerptRecord]:
+def _machine_texts(since: float, pids: set[int], oom_kills: int | None) -> list[ExcerptRecord]:
     texts = []
     if (smi := gpus.find_program()) is not None:
         try:
@@ -79,10 +83,21 @@ def _machine_texts(since: float) -> list[ExcerptRecord]:
             said = str(fault)
         texts.append(ExcerptRecord(Source.GPU, said))
     kernel = machine.said_by(["dmesg"], 5.0, keep=1 << 20) or ""
-    told = [line for line in kernel.splitlines() if KERNEL_LINE.search(line) and _since(line, since)]
+    told = [line for line in kernel.splitlines() if _concerns(line, pids, oom_kills) and _since(line, since)]
     if told:
         texts.append(ExcerptRecord(Source.KERNEL, "\n".join(told[-50:])))
     return texts
+
+
+def _concerns(line: str, pids: set[int], oom_kills: int | None) -> bool:
+    """Is a kernel line about this run? A card's fault is everybody's; an OOM kill is only that of its own processes.
+
+    The kernel's log is the whole machine's: other guests run out of memory too.
+    """
+    if DRIVER_LINE.search(line):
+        return True
+    killed = OOM_LINE.search(line)
+    return killed is not None and (bool(oom_kills) or int(killed[1]) in pids)
 
 
 def of_run(directory: Path) -> list[ExcerptRecord]:

@@ -113,7 +113,10 @@ class Supervisor:
         assert self._directory is not None
         verdict: Diagnosis | NoMatch = NoMatch(())
         if attempts[-1].end.code != 0 and assignment.keep_alive and not self._asked:
-            found = [*evidence.of_run(self._directory), *evidence.of_machine(attempts[-1].end)]
+            found = [
+                *evidence.of_run(self._directory),
+                *evidence.of_machine(attempts[-1].end, self._trainer.pid if self._trainer else 0),
+            ]
             verdict = diagnose(evidence.EvidenceAnswer(None, tuple(found)).evidence())
         return keep_alive.decide(assignment.keep_alive, attempts, verdict, stopping=bool(self._asked))
 

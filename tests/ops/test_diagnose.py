@@ -150,3 +150,16 @@ def test_files_that_are_not_there_are_no_evidence(tmp_path: Path) -> None:
     assert evidence.of_run(tmp_path) == []
     (tmp_path / "train.log").write_bytes(os.urandom(4096))
     assert [e.source for e in evidence.of_run(tmp_path)] == [Source.LOG]
+
+
+def test_only_this_run_s_oom_kills_are_evidence() -> None:
+    """The kernel's log is the whole machine's; another guest that ran out of memory says nothing about this run."""
+    line = "[1204332.1] Memory cgroup out of memory: Killed process 91044 (python) total-vm:412330112kB"
+    constraint = "[1204332.0] oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/lxc/200/ns,task=python,pid=91044,uid=0"
+    for text in (line, constraint):
+        assert evidence._concerns(text, {91044}, None)
+        assert evidence._concerns(text, set(), 1)
+        assert not evidence._concerns(text, {77}, 0)
+        assert not evidence._concerns(text, set(), None)
+    assert evidence._concerns("NVRM: Xid (PCI:0000:5d:00): 79, GPU has fallen off the bus", set(), None)
+    assert not evidence._concerns("lxcbr0: port 1(veth) entered disabled state", {1}, 1)
