@@ -94,6 +94,7 @@ class Health:
         return f"{self.state} ({self.evidence})"
 
 
+STOP_SIGNALS = ("SIGTERM", "SIGHUP")
 LAUNCH_GRACE_S = 60.0
 """How long a run without any process may count as starting: the launcher hands over within this."""
 
@@ -119,6 +120,9 @@ def assess(facts: RunFacts, events: Sequence[Event], policy: StallPolicy | None 
 
 def _ended(end: ExitFacts, events: Sequence[Event]) -> Health:
     for_memory = f"; the kernel killed {end.oom_kills} process(es) here for memory" if end.oom_kills else ""
+    if end.stopped and end.signal in STOP_SIGNALS:
+        # Only a trainer that is still starting up has no handler yet: the signal to stop simply ends it.
+        return Health(State.FINISHED, f"stopped on request ({end.signal}) while it was starting up")
     if end.signal is not None:
         return Health(State.KILLED, f"ended by {end.signal}{for_memory}")
     if end.code is None and end.reason:

@@ -19,7 +19,7 @@ def environment(layout: Layout, release_id: str) -> dict[str, str]:
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(base / "inductor"),
         "TRITON_CACHE_DIR": str(base / "triton"),
-        "PYTHONPYCACHEPREFIX": str(layout.root / "pycache" / release_id),
+        "PYTHONPYCACHEPREFIX": str(layout.pycache / release_id),
     }
 
 

@@ -38,6 +38,16 @@ class Layout:
         return self.root / "cache"
 
     @property
+    def pycache(self) -> Path:
+        """The trainer's bytecode, one directory for each release."""
+        return self.root / "pycache"
+
+    @property
+    def agents(self) -> Path:
+        """Versions of the agent, named by their sha256."""
+        return self.root / "agents"
+
+    @property
     def lock(self) -> Path:
         """Held by flock from the gate to the end of the trainer."""
         return self.root / "lock"

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from dflash_ops.agent import files, records
+from dflash_ops.agent import files, records, retire
 from dflash_ops.agent.layout import RELEASE_ID, Layout, linked_release
 from dflash_ops.errors import EnvironmentUnfit, LockHeld, SyntaxCheckFailed, UploadCorrupt, UsageError
 
@@ -167,7 +167,11 @@ def install(layout: Layout, manifest: Manifest, payload: BinaryIO, size: int, sa
             raise files.disk_error(error, f"taking in release {release_id}") from None
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        return _deployed(layout, release_id, present=True, changed=_make_current(layout, release_id))
+        changed = _make_current(layout, release_id)
+        for gone in retire.releases(layout):
+            say(f"removed the old release {gone}")
+        retire.agents(layout.agents, running=Path(__file__).parents[2])
+        return _deployed(layout, release_id, present=True, changed=changed)
 
 
 def rollback(layout: Layout, release_id: str) -> Deployed:
@@ -298,6 +302,7 @@ def _make_current(layout: Layout, release_id: str) -> bool:
         return False
     if current is not None:
         files.flip_link(layout.previous, f"releases/{current}")
+    retire.used(layout.release(release_id))
     files.flip_link(layout.current, f"releases/{release_id}")
     return True
 

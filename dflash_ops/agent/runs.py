@@ -142,12 +142,14 @@ def directories(layout: Layout) -> list[Path]:
 
 
 def statuses(layout: Layout) -> Iterator[RunStatus]:
-    """Every run's status, newest first."""
-    ordered = sorted(
-        ((record, path) for path in directories(layout) if (record := read_run(path)) is not None),
-        key=lambda pair: pair[0].created_at,
-        reverse=True,
-    )
+    """Every run's status: one that lives first, then the newest. A clock that was set back must not hide a run."""
+
+    def order(pair: tuple[RunRecord, Path]) -> tuple[bool, float]:
+        record = pair[0]
+        return process.alive(record.supervisor) or process.alive(record.trainer), record.created_at
+
+    found = ((record, path) for path in directories(layout) if (record := read_run(path)) is not None)
+    ordered = sorted(found, key=order, reverse=True)
     for record, path in ordered:
         yield derive(record, path)
 

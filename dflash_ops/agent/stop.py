@@ -45,10 +45,11 @@ def stop(layout: Layout, request: StopRequest, say: Callable[[str], None]) -> St
     if trainer is None and not status.live:
         return StopResult(False, status)
     saved = _Checkpoints(layout, record, say)
-    receiver = record.supervisor if process.alive(record.supervisor) else trainer
+    ends_at = time.monotonic() + request.wait_s
+    receiver = _receiver(layout, record, ends_at)
     if receiver is not None and process.send(receiver, signal.SIGTERM):
         say(f"TERM sent to run {record.run_id}: it finishes its step, writes a checkpoint and ends")
-    if not _gone(layout, record, request.wait_s, saved):
+    if not _gone(layout, record, max(SETTLE_S / 10, ends_at - time.monotonic()), saved):
         if not request.kill:
             raise DeadlineExceeded(
                 f"run {record.run_id} still runs {request.wait_s:.0f} s after TERM",
@@ -56,7 +57,7 @@ def stop(layout: Layout, request: StopRequest, say: Callable[[str], None]) -> St
                 hint="wait and `fab stop` again, or `fab stop --kill`, which loses the work since the last checkpoint",
             )
         say("still running: KILL to its whole process group")
-        _kill(record)
+        _kill(runs.read_run(layout.run(record.run_id)) or record)
         if not _gone(layout, record, SETTLE_S, saved):
             raise DeadlineExceeded(
                 f"run {record.run_id} survives KILL",
@@ -92,6 +93,20 @@ class _Checkpoints:
 
     def _newest(self) -> str | None:
         return runs.derive(self._record, self._directory).latest.checkpoint
+
+
+def _receiver(layout: Layout, record: RunRecord, ends_at: float) -> Identity | None:
+    """Who takes the TERM: the supervisor, or the trainer where that is left alone. A launch that is just handing over
+    has neither yet; it is waited for."""
+    while True:
+        current = runs.read_run(layout.run(record.run_id)) or record
+        for one in (current.supervisor, current.trainer):
+            if process.alive(one):
+                return one
+        handing_over = current.supervisor is None and process.alive(current.launched_by)
+        if not handing_over or time.monotonic() > ends_at:
+            return None
+        time.sleep(0.05)
 
 
 def _gone(layout: Layout, record: RunRecord, wait_s: float, saved: _Checkpoints) -> bool:

@@ -6,7 +6,7 @@
     standin.interval  seconds between them
     standin.mode      normal | crash (exit 3 after a step) | deaf (ignores TERM) | family (leaves a child behind) |
                       stumble (saves, then exits 3, unless it was resumed) | oom (runs out of CUDA memory) |
-                      hungry (takes 32 MiB a step once RUN/eat exists)
+                      hungry (takes 32 MiB a step once RUN/eat exists) | slow-start (hears no signal for a minute)
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def train(found, settings):
     emit = lambda event, **rest: print(json.dumps({"event": event, "time": time.time(), **rest}), file=metrics)
     stopped = []
     mode = settings.get("standin.mode", "normal")
+    if mode == "slow-start":
+        print("importing", flush=True)
+        time.sleep(60)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN if mode == "deaf" else lambda *_: stopped.append(1))
     emit("start", resumed_from=settings.get("run.resume"))

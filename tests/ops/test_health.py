@@ -79,6 +79,13 @@ def test_finishing() -> None:
     [
         (ExitFacts(0), State.FINISHED, "exit code 0"),
         (ExitFacts(0, stopped=True), State.FINISHED, "stopped on request"),
+        (
+            ExitFacts(None, "SIGTERM", stopped=True),
+            State.FINISHED,
+            "stopped on request (SIGTERM) while it was starting up",
+        ),
+        (ExitFacts(None, "SIGTERM"), State.KILLED, "ended by SIGTERM"),
+        (ExitFacts(None, "SIGKILL", stopped=True), State.KILLED, "ended by SIGKILL"),
         (ExitFacts(1), State.FAILED, "exit code 1"),
         (ExitFacts(1, reason="the trainer could not start"), State.FAILED, "the trainer could not start"),
         (ExitFacts(1, oom_kills=2), State.FAILED, "exit code 1; the kernel killed 2 process(es) here for memory"),

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_ops.agent import files, launchers, process, runs
+from dflash_ops.agent import files, launch, launchers, process, runs
+from dflash_ops.agent.gate import GateRequest
+from dflash_ops.agent.launch import LaunchRequest
 from dflash_ops.agent.process import Identity
 from dflash_ops.agent.runs import ExitRecord, RunRecord
 from tests.ops.conftest import Lab, wait_until
@@ -30,6 +32,10 @@ def identities(lab: Lab) -> tuple[Identity, Identity]:
     assert record.supervisor is not None
     assert record.trainer is not None
     return record.supervisor, record.trainer
+
+
+def children(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def kill(identity: Identity) -> None:
@@ -247,6 +253,39 @@ class TestDeaths:
         assert runs.derive(record, tmp_path).state == "starting"
         assert runs.derive(replace(record, created_at=time.time() - 120), tmp_path).state == "lost"
 
+    def test_an_agent_killed_between_the_record_and_the_supervisor(self, lab: Lab) -> None:
+        """What is left is a record that says starting: it must not hold the next launch up, and must not count for
+        ever. Shown able to fail: with the grace without an end in health.py the old record stays `starting`."""
+        lab.deploy()
+        child = os.fork()
+        if child == 0:  # the agent, as far as the launcher; there it is killed
+            launchers.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]  # the cut
+            launch.launch(
+                lab.layout, LaunchRequest("cut", "test", launcher="nohup", gate=GateRequest()), lambda _: None
+            )
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        cut = lab.newest()
+        assert (cut.state, lab.fab("status").returncode) == ("starting", 0)
+        assert lab.fab("launch").returncode == 0
+        assert lab.wait_for("finished").run_id != cut.run_id
+        record = runs.read_run(Path(cut.directory))
+        assert record is not None
+        runs.write_run(Path(cut.directory), replace(record, created_at=time.time() - 120))
+        assert lab.fab("status", "--run", cut.run_id).returncode == 31
+        assert lab.fab("stop", "--run", cut.run_id).returncode == 0
+
+    def test_a_clock_that_was_set_back_hides_no_living_run(self, lab: Lab) -> None:
+        """Shown able to fail: sorted by time alone, `status` and `tail-log` show the run that has ended."""
+        lab.deploy()
+        lab.start()
+        first = lab.wait_for("finished")
+        record = runs.read_run(Path(first.directory))
+        assert record is not None
+        runs.write_run(Path(first.directory), replace(record, created_at=time.time() + 86400))
+        lab.start(LONG)
+        assert lab.wait_for("training").run_id != first.run_id
+
     def test_an_exit_record_with_kernel_kills_says_so(self, tmp_path: Path) -> None:
         runs.write_exit(tmp_path, ExitRecord(None, "SIGKILL", 1.0, "b", oom_kills=1))
         me = process.identify(os.getpid())
@@ -286,6 +325,32 @@ class TestStop:
         assert (again.returncode, "nothing to stop" in again.stdout) == (0, True)
         assert lab.fab("stop", "--run", run.run_id).returncode == 0
         assert lab.fab("status").returncode == 0
+
+    def test_a_stop_during_the_start_is_no_failure(self, lab: Lab) -> None:
+        """Shown able to fail: before health.py knew of it, the run counted as killed and status exited with 30."""
+        lab.deploy()
+        lab.start("standin.mode=slow-start")
+        wait_until(lambda: "importing" in Path(lab.newest().log).read_text(), "the trainer's start")
+        assert lab.fab("stop").returncode == 0
+        done = lab.fab("status")
+        assert (done.returncode, "finished: stopped on request (SIGTERM) while" in done.stdout) == (0, True)
+        assert lab.fab("tail-log").returncode == 0
+
+    def test_a_stop_during_the_handover_waits_for_somebody_to_tell(self, lab: Lab) -> None:
+        """Shown able to fail: when `stop` looked for a receiver once, it sent nothing and waited in vain."""
+        lab.deploy()
+        run = lab.launch(LONG)
+        record = runs.read_run(Path(run.directory))
+        me = process.identify(os.getpid())
+        assert record is not None
+        assert me is not None
+        runs.write_run(Path(run.directory), replace(record, supervisor=None, trainer=None, launched_by=me))
+        stop = lab.start_fab("stop", "--wait", "20")
+        wait_until(lambda: process.identify(stop.pid) is None or children(stop.pid), "the agent")
+        time.sleep(0.5)  # long enough to look once; the outcome must be the same either way
+        runs.write_run(Path(run.directory), record)
+        assert stop.wait(30) == 0
+        assert lab.newest().detail == "stopped on request"
 
     def test_two_stops_at_once_send_one_signal(self, lab: Lab) -> None:
         """The trainer takes a second TERM as `at once, without a checkpoint`: it must not get one."""

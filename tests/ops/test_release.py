@@ -10,6 +10,7 @@ import os
 import subprocess
 import tarfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +20,15 @@ from hypothesis import strategies as st
 
 from dflash_ops import console
 from dflash_ops import release as releasing
-from dflash_ops.agent import releases
+from dflash_ops.agent import process, releases, retire, runs
 from dflash_ops.agent.layout import Layout, linked_release
 from dflash_ops.agent.releases import Manifest, ReleasedFile
+from dflash_ops.agent.runs import RunRecord
 from dflash_ops.agent.verbs import InstallRequest
 from dflash_ops.errors import EnvironmentUnfit, OpsError, SyntaxCheckFailed, UploadCorrupt, UsageError
 from dflash_ops.release import Release
 from tests.ops import standin
-from tests.ops.conftest import Lab
+from tests.ops.conftest import Lab, wait_until
 
 names = st.from_regex(r"\A[a-z_]{1,8}\Z")
 trees = st.dictionaries(
@@ -258,6 +260,75 @@ class TestLater:
         assert {info.release_id: (info.current, info.previous) for info in listed} == {
             FIRST.release_id: (True, False), SECOND.release_id: (False, True),
         }  # fmt: skip
+
+
+class TestRetirement:
+    """Shown able to fail: without `_of_living_runs` the run's release goes, with KEPT = 0 all nine others go."""
+
+    @staticmethod
+    def deploy(layout: Layout, number: int, *, days_ago: int) -> str:
+        release = made({"trainer/__init__.py": f"A = {number}\n".encode()})
+        install(layout, release)
+        when = time.time() - days_ago * 86400.0
+        os.utime(layout.release(release.release_id), (when, when))
+        return release.release_id
+
+    def test_what_may_be_asked_for_stays(self, tmp_path: Path) -> None:
+        layout = target(tmp_path)
+        ids = [self.deploy(layout, number, days_ago=0) for number in range(10)]
+        assert len(releases.listing(layout)) == 10  # all were in use within the hour
+        me = process.identify(os.getpid())
+        assert me is not None
+        directory = layout.run("20260101T000000Z-sdpa-0000")
+        directory.mkdir(parents=True)
+        record = RunRecord(
+            run_id=directory.name, nonce="n", variant="sdpa", release=ids[1], created_at=1.0, argv=(), log="",
+            launcher="nohup", session="", host="h", boot=process.boot(), launched_by=me, supervisor=me,
+        )  # fmt: skip
+        runs.write_run(directory, record)
+        for age, release_id in enumerate(reversed(ids), start=1):
+            when = time.time() - age * 86400.0
+            os.utime(layout.release(release_id), (when, when))
+        (layout.cache / ids[0] / "inductor").mkdir(parents=True)
+        (layout.pycache / ids[0]).mkdir(parents=True)
+        said: list[str] = []
+        tenth = made({"trainer/__init__.py": b"A = 10\n"})
+        data = tenth.tar()
+        releases.install(layout, tenth.manifest, io.BytesIO(data), len(data), said.append)
+        stay = {tenth.release_id, ids[9], ids[1], *ids[4:9]}
+        assert {path.name for path in layout.releases.iterdir()} == stay
+        assert [text for text in said if "removed" in text] == [
+            f"removed the old release {ids[number]}" for number in (3, 2, 0)
+        ]
+        assert not (layout.cache / ids[0]).exists()
+        assert not (layout.pycache / ids[0]).exists()
+
+    def test_a_release_that_was_selected_again_counts_as_used(self, tmp_path: Path) -> None:
+        layout = target(tmp_path)
+        old = self.deploy(layout, 0, days_ago=90)
+        for number in range(1, 9):
+            self.deploy(layout, number, days_ago=30 - number)
+        assert layout.release(old).exists() is False
+        again = self.deploy(layout, 1, days_ago=25)
+        for number in range(20, 23):
+            self.deploy(layout, number, days_ago=0)
+        releases.select(layout, again)
+        for number in range(30, 33):
+            self.deploy(layout, number, days_ago=0)
+        assert layout.release(again).exists()
+
+    def test_agents_of_living_processes_and_the_newest_stay(self, tmp_path: Path) -> None:
+        paths = [tmp_path / f"{number:064x}.pyz" for number in range(10)]
+        for age, path in enumerate(paths, start=2):
+            path.write_bytes(b"")
+            when = time.time() - age * 86400.0
+            os.utime(path, (when, when))
+        words = [os.sys.executable, "-c", "import sys; sys.stdin.read()", str(paths[9])]
+        with subprocess.Popen(words, stdin=subprocess.PIPE) as supervisor:
+            wait_until(lambda: str(paths[9]) in process.command_lines().get(supervisor.pid, []), "its command line")
+            retire.agents(tmp_path, running=paths[8])
+            supervisor.communicate()
+        assert set(tmp_path.iterdir()) == {*paths[:5], paths[8], paths[9]}
 
 
 class TestThroughTheAgent:
