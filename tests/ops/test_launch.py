@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from dflash_ops.agent import files, launch, launchers, process, runs
+from dflash_ops.agent import files, launch, launchers, process, runs, stop
 from dflash_ops.agent.gate import GateRequest
 from dflash_ops.agent.launch import LaunchRequest
 from dflash_ops.agent.process import Identity
 from dflash_ops.agent.runs import ExitRecord, RunRecord
+from dflash_ops.agent.stop import StopRequest
 from tests.ops.conftest import Lab, wait_until
 
 LONG = "standin.steps=10000"
@@ -32,10 +33,6 @@ def identities(lab: Lab) -> tuple[Identity, Identity]:
     assert record.supervisor is not None
     assert record.trainer is not None
     return record.supervisor, record.trainer
-
-
-def children(pid: int) -> str:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def kill(identity: Identity) -> None:
@@ -345,11 +342,11 @@ class TestStop:
         assert record is not None
         assert me is not None
         runs.write_run(Path(run.directory), replace(record, supervisor=None, trainer=None, launched_by=me))
-        stop = lab.start_fab("stop", "--wait", "20")
-        wait_until(lambda: process.identify(stop.pid) is None or children(stop.pid), "the agent")
-        time.sleep(0.5)  # long enough to look once; the outcome must be the same either way
-        runs.write_run(Path(run.directory), record)
-        assert stop.wait(30) == 0
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(stop.stop, lab.layout, StopRequest("test", wait_s=20.0), lambda _: None)
+            time.sleep(0.3)  # time for one look; the outcome must be the same either way
+            runs.write_run(Path(run.directory), record)
+            assert stopping.result(30).stopped
         assert lab.newest().detail == "stopped on request"
 
     def test_two_stops_at_once_send_one_signal(self, lab: Lab) -> None:
