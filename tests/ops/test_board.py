@@ -1,7 +1,4 @@
-"""`fab tensorboard`: the real TensorBoard, through the agent, on a port of this machine.
-
-Shown able to fail: without PDEATHSIG and the kill in `serve`, TensorBoard lives on after Ctrl-C.
-"""
+"""`fab tensorboard`: the real TensorBoard, through the agent, on a port of this machine."""
 
 from __future__ import annotations
 

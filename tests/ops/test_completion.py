@@ -1,7 +1,6 @@
 """Shell completion in a real bash: verbs, flags, targets, variants, run ids.
 
-Shown able to fail: with `remember` left out, no run id is offered; with the filter on cached ids taken out, the
-hostile one reaches the shell.
+Shown able to fail: with the filter on cached ids taken out, the hostile one reaches the shell.
 """
 
 from __future__ import annotations

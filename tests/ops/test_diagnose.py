@@ -1,7 +1,7 @@
 """`fab diagnose` and the states of a run, on real processes: a supervisor, a trainer, a full disk, a lost socket.
 
-Shown able to fail: with the facts left out of the evidence, the killed supervisor is no longer told from a crash;
-with `_newlines` returning 0, the line number in a long log is wrong.
+Shown able to fail: with the lines before the tail not counted, the numbers in a long log are wrong; with every OOM
+kill of the machine taken for this run's, a target without a run was diagnosed as out of memory.
 """
 
 from __future__ import annotations

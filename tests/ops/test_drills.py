@@ -3,8 +3,8 @@
 A fault of the trainer or of the hardware is put in as recorded evidence: the log, the metrics and the exit record of a
 crashed run become those of tests/fixtures/logs. Faults of host, container and route: tests/sandbox/test_drills.py.
 
-Shown able to fail: with `--resume` misspelt in one page, with a page's `exit=` taken away, and with the evidence of
-another incident, the matching drill fails.
+Shown able to fail: with the `exit=` of a failed run's tail-log taken away, and with a trainer that cannot export, the
+pages that rely on them fail.
 """
 
 from __future__ import annotations

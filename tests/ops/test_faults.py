@@ -1,7 +1,6 @@
 """A full disk and an OOM kill, for real: the state is right within 15 s and nothing that was saved is lost.
 
-Needs root: a small file system is mounted, a memory cgroup is made. Shown able to fail: with `retryable` of host-oom
-set, the killed run is started again; with the disk's facts left out, the full disk goes without a name.
+Needs root: a small file system is mounted, a memory cgroup is made.
 """
 
 from __future__ import annotations

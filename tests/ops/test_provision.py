@@ -1,8 +1,4 @@
-"""`fab provision` with real environments and wheels made here: built once, switched in one step, never half.
-
-Shown able to fail: with the link moved before the proof, the broken lock is in use afterwards; without --require-hashes
-the altered wheel is installed.
-"""
+"""`fab provision` with real environments and wheels made here: built once, switched in one step, never half."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 That the commands of a page work is shown by the drills (tests/sandbox/test_drills.py).
 
-Shown able to fail: with a page renamed, `test_whoever_names_a_page_finds_it` fails; with one heading removed,
-`test_a_page_is_whole` fails; with `--lines` misspelt in one fence, `test_fab_commands_exist` fails.
+Shown able to fail: with `--lines` misspelt in one fence, `test_fab_commands_exist` fails.
 """
 
 from __future__ import annotations

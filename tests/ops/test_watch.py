@@ -1,7 +1,6 @@
 """`fab watch`: the picture fits 80 by 24, the stream survives, the hook is called at each change.
 
-Shown able to fail: without the truncation in `draw` the picture of 16 cards is too wide; with `Notifier.see` telling
-on every look the hook's file has more lines than changes.
+Shown able to fail: without the truncation in `draw` a long sentence pushes the picture out of 24 lines.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import io
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,15 @@ def test_80_by_24_holds_all_of_it(cards: int) -> None:
     assert "120 s ago" in text or "2 min ago" in text
     assert "812 GiB free" in text
     assert ("98 %" in text and "689 W" in text and "71 °C" in text) == (cards > 0)
+
+
+def test_a_long_sentence_does_not_push_the_picture_out() -> None:
+    view = busy_view()
+    assert view.snapshot is not None
+    long = replace(view.snapshot, run=status(detail="a very long reason " * 200))
+    lines = drawn(View("ct200", long))
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_gate_is_shown_while_it_is_closed() -> None:

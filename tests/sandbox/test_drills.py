@@ -1,7 +1,7 @@
 """Drills with a real sshd, a real container and the stand-in pct: faults of host, container and route.
 
-Shown able to fail: with the container left running, the stopped-container page ends with another code than it says;
-with the old host key kept, the host-key page cannot trust the new one.
+Shown able to fail: a gate that refuses for another reason than the card ends the gpu-busy page with another code than
+it says.
 """
 
 from __future__ import annotations
