@@ -37,13 +37,18 @@ class Finding:
 def find(target: Target, remote: Remote, run_id: str) -> Finding:
     """Ask the target; a target that cannot be asked is evidence too. A wrong run id is the operator's error."""
     try:
-        request = EvidenceRequest(run_id, target.gpus.count if target.gpus else None)
-        answer = remote.call("evidence", request, EvidenceAnswer, deadline=DEADLINE_S)
+        return ask(target, remote, run_id)
     except UsageError:
         raise
     except OpsError as error:
         evidence = Evidence.of(failure=failure_text(error))
         return Finding(target.name, None, evidence, diagnose(evidence))
+
+
+def ask(target: Target, remote: Remote, run_id: str) -> Finding:
+    """Ask the target; raises where it cannot be asked."""
+    request = EvidenceRequest(run_id, target.gpus.count if target.gpus else None)
+    answer = remote.call("evidence", request, EvidenceAnswer, deadline=DEADLINE_S)
     excerpts = [*answer.evidence().excerpts, *_host_kernel_log(remote)]
     evidence = Evidence(tuple(excerpts))
     return Finding(target.name, answer.run, evidence, diagnose(evidence))

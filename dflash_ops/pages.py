@@ -32,11 +32,9 @@ class Written:
 
 def write(target: Target, remote: Remote, run_id: str, out: str, fab: str) -> Written:
     """Make the page of a run; `out` empty: report-RUN.html in the working directory."""
-    finding = diagnosing.find(target, remote, run_id)
+    finding = diagnosing.ask(target, remote, run_id)
     if finding.run is None:
-        raise UsageError(
-            f"no run to report on {target.name}", hint=f"`{fab} runs` lists them, `{fab} diagnose` says more"
-        )
+        raise UsageError(f"no run to report on {target.name}", hint=f"`{fab} runs` lists them")
     run = finding.run
     events = [
         event

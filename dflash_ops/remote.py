@@ -13,6 +13,8 @@ from dflash_ops.bundle import agent_bundle
 from dflash_ops.errors import AgentFailed, OpsError
 from dflash_ops.transport.base import ByteStream, Transport, chunks
 
+SILENCE_S = 30.0
+"""The agent gives a sign of life every few seconds; after this long without one the peer is given up."""
 GRACE_S = 15.0
 """What the route may take on top of the agent's own deadline: connect, ship the agent, carry the answer."""
 
@@ -136,6 +138,7 @@ class Remote:
             self.argv(verb, nonce, len(install)),
             stdin=Joined((install, request.encode()), payload),
             deadline=deadline + GRACE_S,
+            silence=SILENCE_S,
             on_stdout=on_stdout,
         )
         if not answers:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,12 +22,14 @@ from typing import Any, BinaryIO
 
 from dflash_ops.agent import supervise, verbs, wire
 from dflash_ops.agent.layout import Layout
-from dflash_ops.agent.wire import Answer, Request
+from dflash_ops.agent.wire import Answer, Beat, Request
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, OpsError
 
 LAST_RESORT_S = 5.0
 """After this much over the deadline the process ends without a word."""
 REQUEST_LIMIT = 16 << 20
+BEAT_S = 3.0
+"""Between two signs of life while a verb works; the caller gives up long after several are missing."""
 
 
 class Frames:
@@ -66,10 +69,16 @@ def main() -> None:
         print(f"dflash agent: {error}", file=sys.stderr)
         sys.exit(14)
     frames = Frames(stdout, request.nonce)
+    threading.Thread(target=_beat, args=(frames,), name="beat", daemon=True).start()
     answer = _answer(sys.argv[1] if len(sys.argv) > 1 else "", request, stdin, frames)
     faulthandler.cancel_dump_traceback_later()
     frames(answer)
     os._exit(answer.rc)  # no thread, pipe or atexit of a library can hold the answer up
+
+
+def _beat(frames: Frames) -> None:
+    while frames(Beat()):
+        time.sleep(BEAT_S)
 
 
 def _answer(verb: str, request: Request, stdin: BinaryIO, frames: Frames) -> Answer:

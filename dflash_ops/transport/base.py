@@ -46,9 +46,13 @@ class Transport(Protocol):
         *,
         stdin: bytes | Iterable[bytes] = b"",
         deadline: float,
+        silence: float | None = None,
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> Completed:
         """Run to the end within `deadline` seconds, else DeadlineExceeded with the remote process ended.
+
+        `silence` is for commands that give signs of life on stdout: DeadlineExceeded already when none came for that
+        long. A deadline of an hour then costs no hour when the peer freezes.
 
         A command that ends without reading all of `stdin` is no error: what it said counts. With `on_stdout`
         the bytes go there as they come and `Completed.stdout` is empty.

@@ -43,10 +43,13 @@ class LocalTransport:
         *,
         stdin: bytes | Iterable[bytes] = b"",
         deadline: float,
+        silence: float | None = None,
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> Completed:
         """See `Transport.call`. A negative return code is a signal, as in subprocess."""
         ends_at = time.monotonic() + deadline
+        patience = deadline if silence is None else silence
+        heard = time.monotonic()
         stdout: list[bytes] = []
         stderr = bytearray()
         sink = on_stdout or stdout.append
@@ -61,11 +64,13 @@ class LocalTransport:
             selector.register(process.stdout, selectors.EVENT_READ)
             selector.register(process.stderr, selectors.EVENT_READ)
             while process.stdout in _open(selector) or process.stderr in _open(selector):
-                left = ends_at - time.monotonic()
+                now = time.monotonic()
+                left = min(ends_at, heard + patience) - now
                 if left <= 0:
-                    raise DeadlineExceeded(
-                        f"no answer within {deadline:.0f} s", why=f"{argv[0]} still ran; it was ended"
-                    )
+                    said = f"no answer within {deadline:.0f} s"
+                    if now < ends_at:
+                        said = f"no sign of life for {patience:.0f} s"
+                    raise DeadlineExceeded(said, why=f"{argv[0]} still ran; it was ended")
                 for key, _ in selector.select(left):
                     if key.fileobj is process.stdin:
                         try:
@@ -83,6 +88,7 @@ class LocalTransport:
                     if not piece:
                         _drop(selector, key.fileobj)
                     elif key.fileobj is process.stdout:
+                        heard = time.monotonic()
                         sink(piece)
                     else:
                         stderr += piece

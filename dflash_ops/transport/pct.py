@@ -55,18 +55,23 @@ class PctTransport:
         *,
         stdin: bytes | Iterable[bytes] = b"",
         deadline: float,
+        silence: float | None = None,
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> Completed:
         """See `Transport.call`."""
         ends_at = time.monotonic() + deadline
         if self._clears is None and isinstance(stdin, Iterator):  # it could not be sent a second time
             self._learn()
-        completed = self._ssh.execute(self._hop(argv, deadline), stdin=stdin, deadline=deadline, on_stdout=on_stdout)
+        completed = self._ssh.execute(
+            self._hop(argv, deadline), stdin=stdin, deadline=deadline, silence=silence, on_stdout=on_stdout
+        )
         if self._clears is None:
             self._clears = not _refuses_keep_env(completed)
             if not self._clears:  # nothing has run yet: pct refused its own arguments
                 left = ends_at - time.monotonic()
-                return self._ssh.execute(self._hop(argv, left), stdin=stdin, deadline=left, on_stdout=on_stdout)
+                return self._ssh.execute(
+                    self._hop(argv, left), stdin=stdin, deadline=left, silence=silence, on_stdout=on_stdout
+                )
         return completed
 
     @contextmanager

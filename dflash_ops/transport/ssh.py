@@ -43,10 +43,12 @@ class SshTransport:
         *,
         stdin: bytes | Iterable[bytes] = b"",
         deadline: float,
+        silence: float | None = None,
         on_stdout: Callable[[bytes], None] | None = None,
     ) -> Completed:
         """See `Transport.call`."""
-        return self.execute(self.route_argv(argv, deadline), stdin=stdin, deadline=deadline, on_stdout=on_stdout)
+        limited_argv = self.route_argv(argv, deadline)
+        return self.execute(limited_argv, stdin=stdin, deadline=deadline, silence=silence, on_stdout=on_stdout)
 
     def execute(
         self,
@@ -54,6 +56,7 @@ class SshTransport:
         *,
         stdin: bytes | Iterable[bytes],
         deadline: float,
+        silence: float | None = None,
         on_stdout: Callable[[bytes], None] | None,
     ) -> Completed:
         """`call` for a command that limits itself."""
@@ -61,10 +64,13 @@ class SshTransport:
         stdout: list[bytes] = []
         sink = on_stdout or stdout.append
         with self._started(argv, stdin, ends_at, hold=False) as command:
-            while piece := command.read(ends_at - time.monotonic()):
+            patience = deadline if silence is None else silence
+            while piece := command.read(min(patience, ends_at - time.monotonic())):
                 sink(piece)
-            if piece is None or not command.wait(ends_at):
+            if piece is None or not command.wait(min(ends_at, time.monotonic() + patience)):
                 self.link.cut()  # it may be frozen: nothing may wait on it again
+                if time.monotonic() < ends_at:
+                    raise DeadlineExceeded(f"{self.link.label}: no sign of life for {patience:.0f} s")
                 raise DeadlineExceeded(f"{self.link.label}: no answer within {deadline:.0f} s")
             completed = command.end()
         return Completed(completed.returncode, b"".join(stdout), completed.stderr)

@@ -52,6 +52,7 @@ class ScriptedSsh(SshTransport):
         *,
         stdin: bytes | Iterable[bytes],
         deadline: float,
+        silence: float | None = None,
         on_stdout: Callable[[bytes], None] | None,
     ) -> Completed:
         self.asked.append(tuple(argv))
