@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ def read_holder(layout: Layout) -> Holder | None:
 
 
 def sign(layout: Layout, holder: Holder) -> None:
-    files.write_json(layout.holder, records.dump(holder))
+    """Leave the note. A full disk must not keep clear-cache from its work, nor call a run failed that has started."""
+    with contextlib.suppress(OSError):
+        files.write_json(layout.holder, records.dump(holder))
 
 
 def acquire(layout: Layout, purpose: str, run_id: str, who: str) -> int:

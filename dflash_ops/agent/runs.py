@@ -160,7 +160,7 @@ def find(layout: Layout, run_id: str) -> RunStatus | None:
         return next(statuses(layout), None)
     record = read_run(layout.run(run_id)) if RUN_ID.match(run_id) else None
     if record is None:
-        raise UsageError(f"no run {run_id!r} on this target", hint="`fab runs` lists them")
+        raise UsageError(f"no run {run_id[:80]!r} on this target", hint="`fab runs` lists them")
     return derive(record, layout.run(run_id))
 
 

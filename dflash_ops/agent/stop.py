@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dflash_ops.agent import process, runs
+from dflash_ops.agent import lock, process, runs
 from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.process import Identity
 from dflash_ops.agent.runs import RunRecord, RunStatus
@@ -39,6 +39,8 @@ def stop(layout: Layout, request: StopRequest, say: Callable[[str], None]) -> St
     """End a run in order. A second call while the first waits only waits too; on an ended run it does nothing."""
     status = runs.find(layout, request.run_id) if request.run_id else runs.live_run(layout) or _orphaned(layout)
     record = runs.read_run(layout.run(status.run_id)) if status else None
+    if (status is None or not status.live) and not request.run_id and _stop_unrecorded(layout, request, say):
+        return StopResult(True, None)
     if status is None or record is None:
         return StopResult(False, runs.find(layout, ""))
     trainer = record.trainer if process.alive(record.trainer) else None
@@ -74,6 +76,29 @@ def _orphaned(layout: Layout) -> RunStatus | None:
         if record is not None and process.alive(record.trainer):
             return status
     return None
+
+
+def _stop_unrecorded(layout: Layout, request: StopRequest, say: Callable[[str], None]) -> bool:
+    """End a run whose directory was deleted under it: only the note beside the lock still knows its processes."""
+    holder = lock.read_holder(layout)
+    if holder is None or not holder.run_id or layout.run(holder.run_id).exists():
+        return False
+    alive = [one for one in (holder.process, holder.trainer) if one is not None and process.alive(one)]
+    if not alive:
+        return False
+    say(f"the directory of run {holder.run_id} is gone, its processes are not: TERM sent")
+    process.send(alive[0], signal.SIGTERM)
+    ends_at = time.monotonic() + request.wait_s
+    if all(process.wait_gone(one, ends_at - time.monotonic()) for one in alive):
+        return True
+    if request.kill:
+        for one in alive:
+            process.send(one, signal.SIGKILL)
+        if all(process.wait_gone(one, SETTLE_S) for one in alive):
+            return True
+    raise DeadlineExceeded(
+        f"run {holder.run_id} still runs {request.wait_s:.0f} s after TERM", hint="wait, or `fab stop --kill`"
+    )
 
 
 class _Checkpoints:

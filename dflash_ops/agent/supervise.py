@@ -35,6 +35,8 @@ from dflash_ops.incidents import Diagnosis, NoMatch, diagnose
 
 HANDOVER_S = 30.0
 PR_SET_PDEATHSIG = 1
+RESERVE = ".reserve"
+RESERVED_BYTES = 16 << 10
 LIBC = ctypes.CDLL(None, use_errno=True)
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -65,6 +67,7 @@ class Supervisor:
             print(f"dflash: no run to supervise: {error}", file=sys.stderr)
             return 14
         self._directory = Path(assignment.directory)
+        _reserve(self._directory)
         attempts: list[Attempt] = []
         while True:
             attempt = len(attempts) + 1
@@ -103,7 +106,7 @@ class Supervisor:
         assert self._directory is not None
         end = ExitRecord(127, None, time.time(), process.boot(), reason=f"the trainer cannot start: {error}")
         _say(log, end.reason)
-        runs.write_exit(self._directory, end)
+        _write_exit(self._directory, end)
         if connection is not None:
             handover.answer(connection, Taken(None, str(error)))
         return 1
@@ -233,12 +236,22 @@ def _ending(end: ExitRecord) -> str:
     return text
 
 
+def _reserve(directory: Path) -> None:
+    """Room for the exit record, taken while there is some: a full disk is a common reason to end."""
+    with contextlib.suppress(OSError):
+        (directory / RESERVE).write_bytes(os.urandom(RESERVED_BYTES))  # random, so that no file system packs it away
+
+
 def _write_exit(directory: Path, end: ExitRecord) -> None:
-    """The one record that must not be lost: keep trying while the disk is full, then give up."""
+    """The one record that must not be lost: it takes the reserved room, and keeps trying while the disk is full."""
+    with contextlib.suppress(OSError):
+        (directory / RESERVE).unlink()
     for _ in range(60):
         try:
             runs.write_exit(directory, end)
             return
+        except FileNotFoundError:
+            return  # somebody deleted the run: there is no place left for its record
         except OSError:
             time.sleep(1.0)
 

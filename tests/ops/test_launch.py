@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import time
@@ -348,6 +349,23 @@ class TestStop:
             runs.write_run(Path(run.directory), record)
             assert stopping.result(30).stopped
         assert lab.newest().detail == "stopped on request"
+
+    @pytest.mark.parametrize("mode", ["normal", "deaf"])
+    def test_a_run_whose_directory_was_deleted_can_still_be_stopped(self, lab: Lab, mode: str) -> None:
+        """Shown able to fail: `stop` said that nothing ran, while `launch` was refused and told to use `stop`."""
+        lab.deploy()
+        run = lab.launch(LONG, f"standin.mode={mode}")
+        _, trainer = identities(lab)
+        shutil.rmtree(run.directory)
+        refused = lab.fab("launch")
+        assert refused.returncode == 21
+        if mode == "deaf":
+            assert lab.fab("stop", "--wait", "1").returncode == 124
+        done = lab.fab("stop", "--wait", "2", "--kill")
+        assert (done.returncode, "directory" in done.stdout) == (0, True)
+        assert not process.alive(trainer)
+        assert "nothing to stop" in lab.fab("stop").stdout
+        assert lab.fab("launch").returncode == 0
 
     def test_two_stops_at_once_send_one_signal(self, lab: Lab) -> None:
         """The trainer takes a second TERM as `at once, without a checkpoint`: it must not get one."""
