@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from dflash_ops.agent import supervise, verbs, wire
+from dflash_ops.agent import files, supervise, verbs, wire
 from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.wire import Answer, Beat, Request
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, OpsError
@@ -91,16 +91,25 @@ def _answer(verb: str, request: Request, stdin: BinaryIO, frames: Frames) -> Ans
             return Answer(0, run(verbs.Call(layout, request.params, stdin, request.payload_size, frames)))
     except OpsError as error:
         return Answer(error.exit_code, error=wire.error_to_json(error))
+    except OSError as error:
+        if error.errno not in files.DISK_ERRORS:
+            return _bug(verb, error)
+        unfit = files.disk_error(error, f"answering {verb!r}")
+        return Answer(unfit.exit_code, error=wire.error_to_json(unfit))
     except Exception as error:  # noqa: BLE001  # the last line of defence: a bug must be told through the protocol too
-        import traceback
+        return _bug(verb, error)
 
-        traceback.print_exc()
-        failed = AgentFailed(
-            f"the agent failed in {verb!r}",
-            why=f"{type(error).__name__}: {error}",
-            hint="this is a bug: please report it",
-        )
-        return Answer(failed.exit_code, error=wire.error_to_json(failed))
+
+def _bug(verb: str, error: Exception) -> Answer:
+    import traceback
+
+    traceback.print_exception(error)
+    failed = AgentFailed(
+        f"the agent failed in {verb!r}",
+        why=f"{type(error).__name__}: {error}",
+        hint="this is a bug: please report it",
+    )
+    return Answer(failed.exit_code, error=wire.error_to_json(failed))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,9 @@ from typing import Any
 
 from dflash_ops.errors import EnvironmentUnfit, OpsError
 
+DISK_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""What a disk or its permissions can do to any verb; everything else that is an OSError is ours."""
+
 
 def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
     """The file holds all of `data` or what it held before, also after a power cut."""
