@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 
+LONGEST_WAIT_S = 366 * 86400.0
+"""A deadline beyond it is a slip of the pen, and far beyond it the clock of a lock overflows."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message says what, why and what to do."""
 
@@ -44,6 +48,7 @@ class TargetConfig:
     forward each; `auto`: `row` on a GPU where a trial shows no leak, else `documents`."""
 
     def __post_init__(self) -> None:
+        _require(self.path.strip() != "", "target.path is empty; give `tiny`, a directory or `shape:27b`")
         _require(self.num_features >= 1, "target.num_features must be at least 1")
         if self.layer_ids is not None:
             _require(len(self.layer_ids) > 0, "target.layer_ids is empty; leave it out to use the rule")
@@ -78,6 +83,11 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         _require(self.block_size >= 2, "drafter.block_size must be at least 2: one anchor and one drafted token")
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+            _require(getattr(self, name) >= 1, f"drafter.{name} must be at least 1")
+        _require(self.rms_norm_eps > 0, "drafter.rms_norm_eps must be positive")
+        _require(self.rope_theta is None or self.rope_theta > 0, "drafter.rope_theta must be positive")
+        _require((self.mask_token_id or 0) >= 0, "drafter.mask_token_id must be at least 0")
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"drafter.num_heads ({self.num_heads}) must be a multiple of drafter.num_kv_heads ({self.num_kv_heads})",
@@ -115,6 +125,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("token_budget", "block_slots", "max_documents", "max_document_tokens"):
             _require(getattr(self, name) >= 1, f"data.{name} must be at least 1")
+        _require(self.source.strip() != "", "data.source is empty; give `stdlib`, a file or a directory")
+        _require(self.max_document_tokens >= 2, "data.max_document_tokens must be at least 2: an anchor and its label")
+        _require(self.heldout_documents >= 0, "data.heldout_documents must be at least 0")
         _require(
             self.max_document_tokens <= self.token_budget,
             f"data.max_document_tokens ({self.max_document_tokens}) is larger than data.token_budget "
@@ -127,7 +140,7 @@ class LossConfig:
     """Decayed cross-entropy: w_k = exp(-(k-1)/gamma) for block position k >= 1."""
 
     gamma: float | None = None
-    """None: 7 for block 16, 5 for 10, 4 for 8 (paper appendix)."""
+    """None: 7 for block 16, 5 for 10, 4 for 8 (paper appendix). Of no effect with weighting=dpace."""
     labels: Literal["tokens", "argmax", "kl"] = "tokens"
     weighting: Literal["decay", "dpace"] = "decay"
     dpace_smoothing: float = 0.5
@@ -136,6 +149,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         _require(self.gamma is None or self.gamma > 0, "loss.gamma must be positive")
+        _require(0 <= self.dpace_smoothing <= 1, "loss.dpace_smoothing must lie in [0, 1]")
         _require(self.chunk_rows >= 1, "loss.chunk_rows must be at least 1")
 
 
@@ -155,6 +169,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, "optim.lr must be positive")
+        _require(all(0 <= beta < 1 for beta in self.betas), "optim.betas must lie in [0, 1)")
+        _require(self.eps > 0, "optim.eps must be positive")
+        _require(self.weight_decay >= 0, "optim.weight_decay must be at least 0")
+        _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio must lie in [0, 1]")
         _require(0 <= self.warmup_ratio < 1, "optim.warmup_ratio must lie in [0, 1)")
         _require(self.clip > 0, "optim.clip must be positive")
         _require(self.micro_steps >= 1, "optim.micro_steps must be at least 1")
@@ -209,7 +227,7 @@ class RunConfig:
         _require(self.decode_prompts >= 0, "run.decode_prompts must be at least 0")
         _require(self.decode_tokens >= 2, "run.decode_tokens must be at least 2")
         for name in ("gate_deadline_s", "stop_deadline_s", "stall_deadline_s", "eval_deadline_s"):
-            _require(getattr(self, name) > 0, f"run.{name} must be positive")
+            _require(0 < getattr(self, name) <= LONGEST_WAIT_S, f"run.{name} must be positive and at most a year")
         _require(0 <= self.seed < 2**63, "run.seed must lie in 0 .. 2**63 - 1")
 
 
@@ -293,7 +311,7 @@ def _parse(text: str, hint: Any = None) -> Any:
         return None if text in ("none", "None", "null") else text
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or a number or nesting beyond what Python reads
         if "," in text:
             return [_parse(part.strip()) for part in text.split(",") if part.strip()]
         return {"none": None, "None": None, "True": True, "False": False}.get(text, text)
@@ -321,15 +339,20 @@ def _coerce(key: str, value: Any, hint: Any) -> Any:
         _require(len(items) == len(args), f"{key} needs {len(args)} values, got {len(items)}")
         return tuple(_coerce(key, item, arg) for item, arg in zip(items, args, strict=True))
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        _require(math.isfinite(value), f"{key} must be a finite number, got {value}")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number may be longer than any float
+            number = math.inf
+        _require(math.isfinite(number), f"{key} must be a finite number, got {str(value)[:40]}")
+        return number
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     _require(
         isinstance(value, hint) and (hint is bool or not isinstance(value, bool)),
-        f"{key} must be {words.get(hint, hint.__name__)}, got {value!r}",
+        f"{key} must be {words.get(hint, hint.__name__)}, got {str(value)[:40]!r}",
     )
+    _require(hint is not int or abs(value) < 2**63, f"{key} must lie within 64 bits")
     return value
 
 

@@ -81,6 +81,23 @@ def test_words(key: str, text: str, expected: object) -> None:
         ("data.max_document_tokens", "100000", "could never be packed"),
         ("drafter.num_heads", "30", "multiple"),
         ("topology.drafter", "[]", "needs at least one device"),
+        ("drafter.num_kv_heads", "0", "num_kv_heads must be at least 1"),
+        ("drafter.num_layers", "-1", "num_layers must be at least 1"),
+        ("drafter.intermediate_size", "0", "intermediate_size must be at least 1"),
+        ("drafter.rms_norm_eps", "-1", "rms_norm_eps must be positive"),
+        ("drafter.rope_theta", "0", "rope_theta must be positive"),
+        ("drafter.mask_token_id", "-1", "mask_token_id must be at least 0"),
+        ("data.source", "", "data.source is empty"),
+        ("target.path", "", "target.path is empty"),
+        ("data.heldout_documents", "-1", "heldout_documents must be at least 0"),
+        ("data.max_document_tokens", "1", "an anchor and its label"),
+        ("loss.dpace_smoothing", "2", "must lie in"),
+        ("optim.betas", "0.9,1", "optim.betas must lie in"),
+        ("optim.eps", "0", "optim.eps must be positive"),
+        ("optim.weight_decay", "-0.1", "optim.weight_decay must be at least 0"),
+        ("optim.min_lr_ratio", "-1", "optim.min_lr_ratio must lie in"),
+        ("run.stall_deadline_s", "1e30", "at most a year"),
+        ("run.max_steps", "9" * 30, "64 bits"),
     ],
 )
 def test_mistakes_are_named_in_plain_words(key: str, text: str, message: str) -> None:
@@ -100,3 +117,18 @@ def test_unknown_keys_in_a_stored_configuration_are_named_in_full() -> None:
 def test_flatten() -> None:
     assert flatten({"a": 1, "b": {"c": [2], "d": {"e": None}}}) == {"a": 1, "b.c": [2], "b.d.e": None}
     assert set(flatten(to_dict(OptimConfig()))) >= {"lr", "betas", "clip"}
+
+
+LEAVES = sorted(flatten(to_dict(CONFIG)))
+ODD = ["", "-1", "0", "nan", "Infinity", "1e400", "9" * 5000, str(10**400), "[" * 100_000, ",", "[[1]]", '{"a":1}', "\0"]
+
+
+@given(key=st.sampled_from(LEAVES), text=st.one_of(st.sampled_from(ODD), st.text(max_size=12)))
+def test_any_text_is_taken_or_refused_in_words(key: str, text: str) -> None:
+    """Never another exception. Failed for num_kv_heads=0, for numbers beyond a float and for deep brackets."""
+    try:
+        changed = override(CONFIG, {key: text})
+    except ConfigError as error:
+        assert key.rpartition(".")[2] in str(error)
+    else:
+        assert from_dict(TrainConfig, to_dict(changed)) == changed
