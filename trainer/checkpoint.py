@@ -87,7 +87,7 @@ class Newest:
     """The newest intact checkpoint of a directory, and why newer ones were passed over."""
 
     path: Path | None
-    skipped: list[str] = field(default_factory=list)
+    skipped: dict[Path, str] = field(default_factory=dict)
 
 
 def copy_to_cpu(progress: Progress, weights: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> Snapshot:
@@ -153,17 +153,27 @@ class CheckpointStore:
         named = ((_NAME.fullmatch(path.name), path) for path in self.directory.iterdir() if not path.is_symlink())
         return [path for _, path in sorted((int(m.group(1)), path) for m, path in named if m and path.is_dir())]
 
+    def later_than(self, step: int) -> list[Path]:
+        """Complete checkpoints of later steps."""
+        return [path for path in self.steps() if int(path.name.removeprefix("step-")) > step]
+
     def newest_intact(self) -> Newest:
         """The newest checkpoint that passes `verify`; damaged ones are skipped with their reason."""
-        skipped: list[str] = []
+        skipped: dict[Path, str] = {}
         for path in reversed(self.steps()):
             try:
                 verify(path)
             except CheckpointCorrupt as error:
-                skipped.append(str(error))
+                skipped[path] = str(error)
                 continue
             return Newest(path, skipped)
         return Newest(None, skipped)
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a damaged checkpoint, so that keep-last does not count it as one; nothing is deleted."""
+        aside = path.with_name(f"damaged-{path.name}-{time.time_ns()}")
+        path.rename(aside)
+        return aside
 
     def clean(self) -> None:
         """Remove what an interrupted writer left behind."""
@@ -224,6 +234,7 @@ class CheckpointStore:
             "config": to_dict(config),
             "optimizer": skeleton,
         }
+        state["sha256"] = _own_sha256(state)
         with (partial / STATE).open("w") as file:
             json.dump(state, file, indent=1)
             file.write("\n")
@@ -262,6 +273,8 @@ def verify(path: Path) -> dict[str, Any]:
         raise CheckpointCorrupt(f"{path / STATE} is unreadable: {error}") from error
     if format_ != FORMAT:
         raise CheckpointError(f"{path / STATE} has format {format_}; this release reads format {FORMAT}")
+    if state.get("sha256") != _own_sha256(state):
+        raise CheckpointCorrupt(f"{path / STATE} does not match its SHA-256: it was altered or the disk is failing")
     for name in (MODEL, OPTIMIZER):
         file = path / name
         if not file.is_file():
@@ -277,6 +290,12 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, An
     save_file(tensors, path)
     _fsync_path(path)
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _own_sha256(state: dict[str, Any]) -> str:
+    """Of everything in state.json beside the hash itself: a digit that flips in a cursor leaves it good JSON."""
+    rest = {key: value for key, value in state.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded
+from trainer.checkpoint import CheckpointCorrupt, CheckpointError, CheckpointStore, Loaded
 from trainer.config import ConfigError, TrainConfig, flatten, to_dict
 
 
@@ -34,13 +34,25 @@ def choose_checkpoint(config: TrainConfig, store: CheckpointStore) -> Resume:
     notes: list[str] = []
     if wanted == "auto":
         newest = store.newest_intact()
-        notes += [f"--resume auto passed over a damaged checkpoint: {reason}" for reason in newest.skipped]
+        if newest.path is None and newest.skipped:
+            raise CheckpointCorrupt(
+                f"no checkpoint in {store.directory} is intact: {'; '.join(newest.skipped.values())}. Restore one, or "
+                "start a new run directory without --resume"
+            )
+        for path, reason in newest.skipped.items():
+            aside = store.set_aside(path)
+            notes.append(f"--resume auto passed over a damaged checkpoint: {reason}; it is {aside.name} now")
         if newest.path is None:
             return Resume(None, [*notes, f"--resume auto found no checkpoint in {store.directory}: a fresh start"])
         path = newest.path
     else:
         path = Path(wanted)
     loaded = store.load(path)
+    if later := store.later_than(loaded.progress.step):
+        raise ConfigError(
+            f"{store.directory} holds checkpoints of later steps than {path} ({', '.join(p.name for p in later)}): the "
+            "next --resume auto would go on from those. Choose another --run-dir, or --resume auto"
+        )
     notes += compare_config(loaded.config, config)
     if loaded.progress.step >= config.run.max_steps:
         raise ConfigError(

@@ -181,6 +181,43 @@ class TestDamage:
         assert resume.loaded.progress.step == 2
         assert any("step-00000003" in note and "SHA-256" in note for note in resume.notes)
 
+    def test_a_damaged_one_no_longer_counts_as_kept(self, tmp_path: Path) -> None:
+        """keep_last=1: the next save once dropped the intact ones and kept the damaged one, which has a later step."""
+        store = saved(tmp_path, 1, 3, keep_last=9)
+        alter(store.steps()[-1] / MODEL)
+        store = CheckpointStore(store.directory, keep_last=1)
+        choose_checkpoint(override(CONFIG, {"run.resume": "auto"}), store)
+        store.save(snapshot(2), CONFIG)
+        assert [p.name for p in store.steps()] == ["step-00000002"]
+        assert store.newest_intact().path == store.steps()[0]
+        assert [p for p in store.directory.iterdir() if p.name.startswith("damaged-step-00000003")]
+
+    def test_nothing_intact_is_no_fresh_start(self, tmp_path: Path) -> None:
+        """It once began again at step 0 into the same directory."""
+        store = saved(tmp_path, 1, 2)
+        for path in store.steps():
+            cut(path / MODEL)
+        with pytest.raises(CheckpointCorrupt, match="no checkpoint in .* is intact"):
+            choose_checkpoint(override(CONFIG, {"run.resume": "auto"}), store)
+        assert len(store.steps()) == 2
+
+    def test_an_older_one_beside_later_ones_is_refused(self, tmp_path: Path) -> None:
+        """keep-last and --resume auto go by step: both would have preferred the abandoned ones."""
+        store = saved(tmp_path, 1, 2)
+        config = override(CONFIG, {"run.resume": str(store.steps()[0])})
+        with pytest.raises(ValueError, match="later steps"):
+            choose_checkpoint(config, store)
+        assert choose_checkpoint(config, CheckpointStore(tmp_path / "new")).loaded is not None
+
+    def test_a_digit_that_flipped_in_the_state_is_found(self, tmp_path: Path) -> None:
+        """Good JSON still: a run would go on with other data than it should. Fails without the state's own hash."""
+        path = saved(tmp_path, 3).steps()[0]
+        text = (path / STATE).read_text()
+        assert '"next_batch": 6' in text
+        (path / STATE).write_text(text.replace('"next_batch": 6', '"next_batch": 7'))
+        with pytest.raises(CheckpointCorrupt, match=STATE):
+            verify(path)
+
     def test_a_named_checkpoint_is_never_silently_replaced(self, tmp_path: Path) -> None:
         store = saved(tmp_path, 1, 2)
         cut(store.steps()[-1] / OPTIMIZER)
