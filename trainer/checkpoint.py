@@ -183,9 +183,15 @@ class CheckpointStore:
                     shutil.rmtree(path, ignore_errors=True)
 
     def mark_best(self, step: int, accept_len: float) -> bool:
-        """Point `best` at this step if it exists and beats the best so far; the link moves atomically."""
-        with self._best_lock:
-            return self._mark_best(step, accept_len)
+        """Point `best` at this step if it exists and beats the best so far; the link moves atomically.
+
+        Raises CheckpointError when the disk is full or refuses; the best so far stays.
+        """
+        try:
+            with self._best_lock:
+                return self._mark_best(step, accept_len)
+        except OSError as error:
+            raise CheckpointError(f"cannot note the best checkpoint in {self.directory}: {error}") from error
 
     def _mark_best(self, step: int, accept_len: float) -> bool:
         path = self.directory / f"step-{step:08d}"

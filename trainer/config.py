@@ -16,7 +16,6 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-
 LONGEST_WAIT_S = 366 * 86400.0
 """A deadline beyond it is a slip of the pen, and far beyond it the clock of a lock overflows."""
 

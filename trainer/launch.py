@@ -18,18 +18,15 @@ from typing import NoReturn
 import torch
 
 from trainer.assembly import assemble
-from trainer.checkpoint import CheckpointError, CheckpointStore
+from trainer.checkpoint import CheckpointStore
 from trainer.config import ConfigError, TrainConfig, to_dict
-from trainer.data.sources import DataError
+from trainer.foreseen import FORESEEN
 from trainer.metrics import End, Metrics, Start
-from trainer.model.target_models import TargetError
 from trainer.pipeline import EXIT_DONE, EXIT_ERROR, Pipeline
 from trainer.resume import choose_checkpoint
 from trainer.signals import StopSignals
 from trainer.topology import cpu_notes, probe_hardware
-from trainer.torch_setup import TorchUnfitError
 
-FORESEEN = (CheckpointError, ConfigError, DataError, TargetError, TorchUnfitError)
 EXIT_CONFIG = 2
 PACKAGES = ("transformers", "triton", "flash-linear-attention", "causal-conv1d")
 

@@ -141,6 +141,7 @@ class RunLeader:
                 grad_norm=numbers.grad_norm,
                 memory_gb=memory_gb(),
                 queues={name: len(queue) for name, queue in self._queues.items()},
+                skipped_updates=number - numbers.step,
                 utilization={name: round(clock.utilization(), 4) for name, clock in self._clocks.items()},
             )
         )

@@ -7,12 +7,14 @@ thread that hangs inside a print must not be able to keep the watchdog from havi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -76,6 +78,8 @@ class Step:
     """Items waiting in each channel."""
     utilization: dict[str, float]
     """Share of the time in which each stage did not wait for another."""
+    skipped_updates: int = 0
+    """Steps so far that left the weights alone: no label in any batch, or a gradient that was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,9 +175,10 @@ class Metrics:
 
     def close(self) -> None:
         """Flush to the disk; the object is not used afterwards."""
-        os.fsync(self._fd)
-        if self._board is not None:
-            self._board.close()
+        with contextlib.suppress(OSError):  # a full disk has been told, and must not hide how the run ended
+            os.fsync(self._fd)
+            if self._board is not None:
+                self._board.close()
 
     def _say(self, text: str) -> None:
         stamp = time.strftime("%H:%M:%S")
@@ -182,14 +187,24 @@ class Metrics:
     def _scalars(self, event: Event) -> None:
         if self._board is None or not isinstance(event, (Step, Eval)):
             return
-        prefix = "train" if isinstance(event, Step) else "heldout"
-        for key, value in dataclasses.asdict(event).items():
-            values = value if isinstance(value, dict) else {"": value}
-            for name, number in values.items():
-                if isinstance(number, (int, float)) and key not in ("step", "max_steps"):
-                    self._board.add_scalar(f"{prefix}/{key}{'/' + name if name else ''}", number, event.step)
-        if isinstance(event, Eval):
-            self._board.flush()
+        try:
+            for name, number in _numbers(event):
+                self._board.add_scalar(name, number, event.step)
+            if isinstance(event, Eval):
+                self._board.flush()
+        except OSError as error:
+            # Its writer thread reports a full disk here. Nothing is lost: metrics.jsonl has the same numbers.
+            self._board = None
+            self._say(f"tensorboard gives up: {error}")
+
+
+def _numbers(event: Step | Eval) -> Iterator[tuple[str, float]]:
+    """An event's numbers under TensorBoard's tags."""
+    prefix = "train" if isinstance(event, Step) else "heldout"
+    for key, value in dataclasses.asdict(event).items():
+        for name, number in (value if isinstance(value, dict) else {"": value}).items():
+            if isinstance(number, (int, float)) and key not in ("step", "max_steps"):
+                yield f"{prefix}/{key}{'/' + name if name else ''}", number
 
 
 def human(event: Event) -> list[str]:
@@ -208,6 +223,7 @@ def human(event: Event) -> list[str]:
                 f"ctx {event.context_tokens_per_s:,.0f} tok/s  blk {event.block_tokens_per_s:,.0f} tok/s  "
                 f"mem {event.memory_gb:.2f} GB  busy "
                 + " ".join(f"{name} {share:.0%}" for name, share in event.utilization.items())
+                + (f"  skipped updates {event.skipped_updates}" if event.skipped_updates else "")
             ]
         case Eval():
             shares = " ".join(f"{share:.2f}" for share in event.by_position)

@@ -34,6 +34,11 @@ class StepNumbers(Protocol):
     """The last applied step over all drafters."""
 
     @property
+    def step(self) -> int:
+        """Updates so far; fewer than steps where some left the weights alone."""
+        ...
+
+    @property
     def loss(self) -> float: ...
     @property
     def accept_len(self) -> float: ...

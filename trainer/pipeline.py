@@ -26,11 +26,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.channel import Channel
-from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded, Progress, Snapshot
-from trainer.config import ConfigError, TrainConfig, to_dict
+from trainer.checkpoint import CheckpointStore, Loaded, Progress, Snapshot
+from trainer.config import TrainConfig, to_dict
 from trainer.data.batch import HiddenBatch, PackedBatch
-from trainer.data.sources import DataError
-from trainer.export import ExportError
+from trainer.foreseen import FORESEEN
 from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
 from trainer.metrics import Checkpoint, End, Eval, GateOpen, Metrics, Warmup
@@ -46,7 +45,7 @@ from trainer.summary import SummaryKeeper
 
 EXIT_DONE = 0
 EXIT_ERROR = 1
-FORESEEN = (Diverged, DataEnded, Stalled, CheckpointError, ConfigError, DataError, ExportError)
+TOLD = (Diverged, DataEnded, Stalled, *FORESEEN)
 """Errors whose message says all; everything else is logged with its traceback."""
 LEAVE_S = 10.0
 """Seconds that the other threads get to end after an error."""
@@ -249,7 +248,7 @@ class Pipeline:
     def _describe_error(self) -> str:
         assert self.scope.error is not None
         cause = self.scope.error.cause
-        if not isinstance(cause, FORESEEN):
+        if not isinstance(cause, TOLD):
             self._metrics.say("".join(traceback.format_exception(cause)))
         lines = [str(self.scope.error)]
         lines += [f"afterwards: {later}" for later in self.scope.later_errors]

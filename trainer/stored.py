@@ -9,16 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.assembly import make_evaluate
-from trainer.checkpoint import CheckpointError, CheckpointStore, Loaded
+from trainer.checkpoint import CheckpointStore, Loaded
 from trainer.config import ConfigError, TrainConfig, from_dict
-from trainer.data.sources import DataError
-from trainer.export import ExportError, Format, Provenance, export
-from trainer.model.target_models import TargetError
+from trainer.export import Format, Provenance, export
+from trainer.foreseen import FORESEEN
 from trainer.model.targets import load_target
 from trainer.topology import default_topology, probe_hardware
-from trainer.torch_setup import TorchUnfitError, configure_process, thread_rules
-
-FORESEEN = (CheckpointError, ConfigError, DataError, ExportError, TargetError, TorchUnfitError)
+from trainer.torch_setup import configure_process, thread_rules
 
 
 def evaluate_checkpoint(directory: str, *, as_json: bool) -> int:

@@ -197,7 +197,7 @@ class TestDamage:
         store = saved(tmp_path, 1, 2)
         for path in store.steps():
             cut(path / MODEL)
-        with pytest.raises(CheckpointCorrupt, match="no checkpoint in .* is intact"):
+        with pytest.raises(CheckpointCorrupt, match=r"no checkpoint in .* is intact"):
             choose_checkpoint(override(CONFIG, {"run.resume": "auto"}), store)
         assert len(store.steps()) == 2
 

@@ -120,15 +120,17 @@ def test_flatten() -> None:
 
 
 LEAVES = sorted(flatten(to_dict(CONFIG)))
-ODD = ["", "-1", "0", "nan", "Infinity", "1e400", "9" * 5000, str(10**400), "[" * 100_000, ",", "[[1]]", '{"a":1}', "\0"]
+NUMBERS = ["-1", "0", "nan", "Infinity", "1e400", "9" * 5000, str(10**400)]
+ODD = [*NUMBERS, "", ",", "[" * 100_000, "[[1]]", '{"a":1}', "\0"]
 
 
 @given(key=st.sampled_from(LEAVES), text=st.one_of(st.sampled_from(ODD), st.text(max_size=12)))
 def test_any_text_is_taken_or_refused_in_words(key: str, text: str) -> None:
     """Never another exception. Failed for num_kv_heads=0, for numbers beyond a float and for deep brackets."""
+    refused = ""
     try:
         changed = override(CONFIG, {key: text})
     except ConfigError as error:
-        assert key.rpartition(".")[2] in str(error)
-    else:
-        assert from_dict(TrainConfig, to_dict(changed)) == changed
+        changed, refused = CONFIG, str(error)
+    assert not refused or key.rpartition(".")[2] in refused
+    assert from_dict(TrainConfig, to_dict(changed)) == changed

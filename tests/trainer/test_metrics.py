@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,30 @@ def test_one_object_per_line_with_event_and_time(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert [row["event"] for row in found] == ["start", "warmup", "gate_open", "step", "eval", "checkpoint", "end"]
     assert all(isinstance(row["time"], float) for row in found)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    """TensorBoard's writer raised it in the thread of drafter 0; and closing raised it once more at the end."""
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False)
+    if mount.returncode != 0:
+        pytest.skip("mount is not allowed here")
+    try:
+        read_end, log_fd = os.pipe()
+        metrics = Metrics(tmp_path, tensorboard=True, log_fd=log_fd)
+        metrics.emit(step(1))
+        with contextlib.suppress(OSError), (tmp_path / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for number in range(2, 60):
+            metrics.emit(step(number))
+            metrics.emit(Eval(step=number, accept_len=1.5, by_position=[0.5], blocks=3, seconds=0.1))
+        metrics.emit(End(reason="done", exit_code=0, step=1))
+        metrics.close()
+        assert "tensorboard gives up" in os.read(read_end, 1 << 16).decode()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_nothing_after_the_end(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from small_run import events, run_small, small_config, small_parts
 from trainer.checkpoint import CheckpointStore
 from trainer.data.batch import PackedBatch
 from trainer.metrics import Metrics
+from trainer.model.targets import Target
 from trainer.parts import DrafterStep, Parts
 from trainer.pipeline import Pipeline
 from trainer.step import STATS, TrainStep
@@ -162,8 +163,21 @@ class TestEquality:
         real = small_parts(config)
         code, _ = run_small(config, tmp_path / "a", parts=replace(real, open_source=emptied(real, lambda i: i % 2)))
         assert code == 0
-        assert len(events(tmp_path / "a", "step")) == 3
-        assert all(row["block_tokens_per_s"] > 0 for row in events(tmp_path / "a", "step"))
+
+        alone = small_config({"run.max_steps": "3", "topology.drafter": "cpu"})
+        real = small_parts(alone)
+        source = real.open_source(None)
+        even = (
+            replace(packed, index=packed.index // 2) for packed in iter(source.__next__, None) if not packed.index % 2
+        )
+        code, _ = run_small(alone, tmp_path / "b", parts=replace(real, open_source=lambda cursor: even))
+        assert code == 0
+        keys = ("loss", "grad_norm", "accept_len", "accuracy", "lr")
+        joined, single = ([[row[key] for key in keys] for row in events(tmp_path / d, "step")] for d in "ab")
+        assert len(joined) == 3
+        assert joined == single
+        one, two = (weights_of(tmp_path / d, 3) for d in "ab")
+        assert all(torch.equal(one[name], two[name]) for name in one)
 
     def test_a_step_without_any_anchor_leaves_the_weights_alone(self, tmp_path: Path) -> None:
         config = small_config({"run.max_steps": "2"})
@@ -173,6 +187,7 @@ class TestEquality:
         untrained = real.step(0).weights()
         trained = weights_of(tmp_path, 2)
         assert all(torch.equal(untrained[name], trained[name]) for name in untrained)
+        assert [row["skipped_updates"] for row in events(tmp_path, "step")] == [1, 2]
 
 
 def emptied(parts: Parts, without: Callable[[int], Any]) -> Callable[[dict[str, Any] | None], Any]:
@@ -355,6 +370,22 @@ class TestFailures:
         (end,) = events(tmp_path, "end")
         assert "Stalled" in end["error"]
         assert "target0" in end["error"]
+
+    def test_what_a_target_says_of_its_states_needs_no_traceback(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Weights damaged after they were loaded. Failed while TargetError was not among the errors that are told."""
+
+        def change(parts: Parts) -> Parts:
+            target = parts.target(0)
+            assert isinstance(target, Target)
+            with torch.no_grad():
+                next(target._trunk.layers.parameters()).fill_(float("nan"))  # type: ignore[union-attr]
+            return parts
+
+        end = self.run(tmp_path, change)
+        assert "TargetError: tiny gave hidden states" in end["error"]
+        assert "Traceback" not in capfd.readouterr().out
 
     def test_nan_in_hidden_states_ends_the_run_and_keeps_the_good_weights(self, tmp_path: Path) -> None:
         """From batch 4 on the target gives NaN: exit 1, the reason, and a checkpoint with finite weights."""
