@@ -24,8 +24,14 @@ from trainer.parts import Evaluate, Evaluation, Parts, TargetModel
 from trainer.step import TargetEnds, TrainStep
 
 
-def assemble(config: TrainConfig) -> Parts:
+def quiet(complaint: str) -> None:
+    """Nobody wants to hear of bad documents."""
+
+
+def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
     """Load the target once for each device that needs it, and bind the factories.
+
+    `tell` hears of bad documents, with file and line.
 
     Runs in the main thread before any other starts, so nothing compiles beside it.
     Raises TargetError, DataError and ConfigError for what is foreseeable.
@@ -42,7 +48,7 @@ def assemble(config: TrainConfig) -> Parts:
     shape = first.drafter_shape(config.drafter)
 
     def open_source(cursor: dict[str, Any] | None) -> BatchStream:
-        stream = open_stream(config, first)
+        stream = open_stream(config, first, tell)
         if cursor is not None:
             stream.seek(cursor)
         return stream
@@ -73,6 +79,7 @@ def assemble(config: TrainConfig) -> Parts:
             config,
             targets[verifiers[rank]],
             always_decode=verifiers[rank] not in (*topology.target, *topology.drafter),
+            tell=tell if rank == 0 else quiet,
         ),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
         on_gate_open=opened,
@@ -80,7 +87,7 @@ def assemble(config: TrainConfig) -> Parts:
     )
 
 
-def open_stream(config: TrainConfig, target: Target) -> BatchStream:
+def open_stream(config: TrainConfig, target: Target, tell: Callable[[str], None] = quiet) -> BatchStream:
     """The run's data from its beginning."""
     return BatchStream(
         config.data,
@@ -88,17 +95,20 @@ def open_stream(config: TrainConfig, target: Target) -> BatchStream:
         vocab_size=target.vocab_size,
         mask_token_id=target.mask_token(config.drafter),
         run_seed=config.run.seed,
+        tell=tell,
     )
 
 
-def make_evaluate(config: TrainConfig, target: Target, *, always_decode: bool) -> Evaluate:
+def make_evaluate(
+    config: TrainConfig, target: Target, *, always_decode: bool, tell: Callable[[str], None] = quiet
+) -> Evaluate:
     """Acceptance on the held-out documents, on the target's device: teacher-forced, and truly decoded where it is due.
 
     Chunked SDPA, uncompiled: an evaluation is a small forward now and then, and must never compile beside
     training drafters.
     """
     mask_token_id, run = target.mask_token(config.drafter), config.run
-    documents = open_stream(config, target).heldout()
+    documents = open_stream(config, target, tell).heldout()
     heldout = TeacherForced(
         target, documents, config.data, block_size=config.drafter.block_size, mask_token_id=mask_token_id
     )

@@ -98,7 +98,7 @@ class _Run:
             )
             pipeline = Pipeline(
                 config,
-                assemble(config),
+                assemble(config, lambda complaint: metrics.say(f"skipped   {complaint}")),
                 metrics,
                 self._store,
                 resumed=resume.loaded,

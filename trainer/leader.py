@@ -102,7 +102,7 @@ class RunLeader:
                 self._diverged(number, step, numbers, consumed[-1].cursor)
             if log:
                 self._check_steady()
-                self._log(number, numbers)
+                self._log(number, numbers, consumed[-1].cursor)
         if decided.stop:
             self._box.cancel()  # a stop has seconds, an evaluation may need minutes
         elif save or number % run.eval_every == 0:
@@ -113,7 +113,7 @@ class RunLeader:
         if last:
             self._saves.close()
 
-    def _log(self, number: int, numbers: StepNumbers) -> None:
+    def _log(self, number: int, numbers: StepNumbers, cursor: dict[str, Any]) -> None:
         now = time.monotonic()
         elapsed = max(now - self._window_began, 1e-9)
         since_open = max(now - self._began, 1e-9)
@@ -124,6 +124,7 @@ class RunLeader:
             seconds=since_open,
             context_tokens_per_s=self._own_tokens / since_open,
             block_tokens_per_s=self._own_blocks * block / since_open,
+            skipped=cursor.get("skipped", {}),
             loss_first=numbers.loss,
             loss_last=numbers.loss,
         )

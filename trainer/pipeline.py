@@ -268,6 +268,12 @@ class Pipeline:
         self._metrics.emit(GateOpen(seconds=time.monotonic() - self._process_began))
 
     def _evaluated(self, step: int, evaluation: Evaluation, seconds: float) -> None:
+        if evaluation.blocks == 0:
+            self._metrics.say(
+                f"eval      step {step}: nothing to measure; no document is held out (data.heldout_documents, and at "
+                "most a quarter of the data)"
+            )
+            return
         decoded = evaluation.decoded
         self._keeper.update(accept_len_first=evaluation.accept_len, accept_len_last=evaluation.accept_len)
         if decoded is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -25,6 +25,8 @@ class Summary:
     decode_accept_len: float | None = None
     """Tokens a target forward yields in true speculative decoding with the last weights."""
     checkpoint: str | None = None
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Documents left out so far, by reason; one that is read in two epochs counts twice."""
 
     def lines(self) -> list[str]:
         """For the human log."""
@@ -36,6 +38,7 @@ class Summary:
             f"held-out acceptance   {_arrow(self.accept_len_first, self.accept_len_last, '.3f')}{self._ratio()}",
             f"truly decoded         {_arrow(None, self.decode_accept_len, '.3f')} tokens a target forward",
             f"checkpoint            {self.checkpoint or 'none was due'}",
+            f"documents left out    {', '.join(f'{n} {reason}' for reason, n in self.skipped.items()) or 'none'}",
         ]
         if self.decode_accept_len is None:
             lines = [line for line in lines if not line.startswith("truly decoded")]

@@ -190,6 +190,17 @@ class TestEquality:
         assert [row["skipped_updates"] for row in events(tmp_path, "step")] == [1, 2]
 
 
+def test_nothing_held_out_is_said_and_no_number_made_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It once reported an acceptance length of 0.000 and called the first checkpoint the best."""
+    code, _ = run_small(small_config({"data.heldout_documents": "0", "run.max_steps": "3"}), tmp_path)
+    assert code == 0
+    assert "nothing to measure" in capfd.readouterr().out
+    assert events(tmp_path, "eval") == []
+    assert not (tmp_path / "checkpoints/best").exists()
+    (end,) = events(tmp_path, "end")
+    assert end["summary"]["accept_len_last"] is None
+
+
 def emptied(parts: Parts, without: Callable[[int], Any]) -> Callable[[dict[str, Any] | None], Any]:
     """The real source, but batches for which `without(index)` holds have no valid anchor."""
 

@@ -144,7 +144,7 @@ def hang_for_ever():
     print("drafter1 hangs now", flush=True)
     threading.Event().wait()
 
-launch.assemble = lambda config: change(assemble(config))
+launch.assemble = lambda config, tell: change(assemble(config, tell))
 sys.exit(main(sys.argv[1:]))
 """
 

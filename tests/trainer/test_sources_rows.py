@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,8 @@ BAD_ROWS = [
     ({"input_ids": [1, "a"]}, "no list of token numbers"),
     ({"input_ids": [1, -1]}, "no list of token numbers"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "not as long as"),
+    ({"input_ids": [1, 2**70]}, "no list of token numbers"),
+    ({"input_ids": [1, 2], "loss_mask": ["0", "1"]}, "something else than 0 and 1"),
 ]
 
 
@@ -101,22 +105,86 @@ def jsonl(path: Path, good: int, *bad: str) -> Path:
     return path
 
 
-def stream_of(path: Path, tokenizer: Any, **fields: Any) -> BatchStream:
+def stream_of(
+    path: Path, tokenizer: Any, tell: Callable[[str], None] = lambda complaint: None, **fields: Any
+) -> BatchStream:
     settings = {"token_budget": 256, "block_slots": 8, "max_documents": 4, "max_document_tokens": 128}
     config = DataConfig(source=str(path), **(settings | {"heldout_documents": 0} | fields))
-    return BatchStream(config, tokenizer, vocab_size=264, mask_token_id=1)
+    return BatchStream(config, tokenizer, vocab_size=264, mask_token_id=1, tell=tell)
 
 
 def test_bad_lines_are_counted_with_file_and_line_and_the_rest_trains(tmp_path: Path, tokenizer: Any) -> None:
     """Failed when blank lines were not counted in line numbers."""
     path = jsonl(tmp_path / "talk.jsonl", 6, "{not json", '{"messages": 3}')
-    stream = stream_of(path, tokenizer)
-    for _ in range(2):
+    told: list[str] = []
+    stream = stream_of(path, tokenizer, tell=told.append)
+    for _ in range(20):
         assert next(stream).documents > 0
-    assert stream.skipped["no JSON object"] >= 1
+    assert stream.complaints == told, "each once, however many epochs"
+    assert stream.skipped["no JSON object"] >= 2
     assert stream.skipped["messages is no list of turns"] >= 1
     assert {"talk.jsonl:3: no JSON object", "talk.jsonl:4: messages is no list of turns"} <= set(stream.complaints)
     assert JsonLines([path], tmp_path).name(4) == "talk.jsonl:6", "the blank line counts"
+
+
+HALF = "\\ud800"  # as JSON writes it; Python reads it, and no tokenizer takes it
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[" * 100_000, "no JSON object"),
+        ("1" * 5000, "no JSON object"),
+        (f'{{"text": "abc {HALF} def"}}', "half a surrogate pair"),
+        (f'{{"messages": [{{"role": "assistant", "content": "abc {HALF}"}}]}}', "half a surrogate pair"),
+        ('{"text": "\\u0000\\u0000\\u0000"}', None),
+    ],
+)
+def test_hostile_lines_are_counted(line: str, reason: str | None, tmp_path: Path, tokenizer: Any) -> None:
+    """Brackets without end and halves of characters once ended the run with a traceback."""
+    stream = stream_of(jsonl(tmp_path / "talk.jsonl", 4, line), tokenizer)
+    for _ in range(6):
+        assert next(stream).documents > 0
+    if reason is None:
+        assert not stream.complaints
+    else:
+        assert stream.complaints[0].startswith("talk.jsonl:3: ")
+        assert reason in stream.complaints[0]
+
+
+def test_a_longer_last_line_refuses_the_cursor(tmp_path: Path, tokenizer: Any) -> None:
+    """Failed while only the lines' beginnings counted."""
+    path = jsonl(tmp_path / "talk.jsonl", 4)
+    cursor = next(stream_of(path, tokenizer)).cursor
+    path.write_bytes(path.read_bytes().rstrip() + b"    \n")
+    with pytest.raises(DataError, match="cannot go on exactly"):
+        stream_of(path, tokenizer).seek(cursor)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    """In a process of another user: root may read everything."""
+    path = jsonl(tmp_path / "talk.jsonl", 2)
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        # A directory in the file's place is refused to root too.
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(DataError, match=r"talk\.jsonl cannot be read"):
+        JsonLines([path], tmp_path)
+
+
+def test_a_table_damaged_inside_is_named(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library wraps it in an error of its own, which once came out as a traceback."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "part.parquet"
+    datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}] * 3).to_parquet(str(path))
+    data = bytearray(path.read_bytes())
+    data[6:60] = bytes(54)
+    path.write_bytes(bytes(data))
+    with pytest.raises(DataError, match=r"part\.parquet cannot be read as parquet"):
+        stream_of(path, tokenizer)
 
 
 def test_strict_ends_the_run_at_the_first_bad_line(tmp_path: Path, tokenizer: Any) -> None:

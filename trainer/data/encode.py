@@ -22,11 +22,21 @@ def encode(raw: RawDocument, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor
     elif raw.messages is not None:
         ids, mask = encode_messages(raw.name, raw.messages, tokenizer)
     else:
-        ids, mask = tokenizer(raw.text or "", add_special_tokens=False)["input_ids"], None
+        text = whole_characters(raw.name, raw.text or "")
+        ids, mask = tokenizer(text, add_special_tokens=False)["input_ids"], None
     input_ids = torch.tensor(ids, dtype=torch.int64)
     if mask is None:
         return input_ids, torch.ones(input_ids.shape[0], dtype=torch.bool)
     return input_ids, torch.tensor(mask, dtype=torch.bool)
+
+
+def whole_characters(where: str, text: str) -> str:
+    """The text itself. Raises BadDocument for half a surrogate pair: JSON may hold one, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadDocument(where, "text with half a surrogate pair, which is no character") from error
+    return text
 
 
 def encode_messages(where: str, messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[bool]]:
@@ -36,6 +46,8 @@ def encode_messages(where: str, messages: list[dict[str, str]], tokenizer: Any) 
     turn with and without it.
     """
     template = tokenizer.get_chat_template()
+    for message in messages:
+        whole_characters(where, message["content"])
     try:
         if _GENERATION.search(template):
             done = tokenizer.apply_chat_template(
@@ -47,7 +59,7 @@ def encode_messages(where: str, messages: list[dict[str, str]], tokenizer: Any) 
     except BadTemplate as error:
         raise BadDocument(where, str(error)) from error
     except Exception as error:  # a template is a program: it may raise anything about one conversation
-        raise BadDocument(where, f"the chat template refuses it: {error}") from error
+        raise BadDocument(where, "the chat template refuses it", detail=str(error)) from error
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     mask = [any(a <= start and end <= b for a, b in spans) and end > start for start, end in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), mask

@@ -15,6 +15,8 @@ from typing import Any
 
 from trainer.data.sources import BadDocument, DataError, RawDocument, digest
 
+TOKENS = 2**31
+"""No vocabulary has as many rows."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 
 
@@ -22,15 +24,21 @@ class JsonLines:
     """One JSON object a line; lines are found once and read when they are needed."""
 
     def __init__(self, files: Sequence[Path], root: Path) -> None:
+        """Raises DataError where a file cannot be read."""
         self._root = root
         self._lines: list[tuple[Path, int, int]] = []  # file, line number from 1, first byte
+        self._ends: list[int] = []
         for path in files:
             start = 0
-            with path.open("rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        self._lines.append((path, number, start))
-                    start += len(line)
+            try:
+                with path.open("rb") as file:
+                    for number, line in enumerate(file, start=1):
+                        if line.strip():
+                            self._lines.append((path, number, start))
+                        start += len(line)
+            except OSError as error:
+                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+            self._ends.append(start)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -40,7 +48,8 @@ class JsonLines:
         return f"{path.relative_to(self._root).as_posix() if path != self._root else path.name}:{line}"
 
     def fingerprint(self) -> str:
-        return digest((self.name(n), start) for n, (_, _, start) in enumerate(self._lines))
+        starts = ((self.name(n), start) for n, (_, _, start) in enumerate(self._lines))
+        return digest([*starts, *self._ends])
 
     def read(self, number: int) -> RawDocument:
         path, _, start = self._lines[number]
@@ -50,8 +59,8 @@ class JsonLines:
                 file.seek(start)
                 row = json.loads(file.readline())
         except OSError as error:
-            raise BadDocument(where, f"unreadable: {error.strerror}") from error
-        except ValueError as error:  # no JSON, or no UTF-8
+            raise BadDocument(where, "unreadable", detail=str(error.strerror)) from error
+        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or brackets without end
             raise BadDocument(where, "no JSON object") from error
         return row_document(where, row)
 
@@ -62,14 +71,16 @@ class Table:
     def __init__(self, files: Sequence[Path], root: Path, form: str) -> None:
         """Raises DataError where a file is no table of that kind."""
         import datasets  # slow to import, and only tables need it
+        from datasets.exceptions import DatasetsError
 
         self._names = [path.relative_to(root).as_posix() if path != root else path.name for path in files]
         self._tables: list[Any] = []
         for path in files:
             try:
                 table = datasets.Dataset.from_file(str(path)) if form == "arrow" else _parquet(path)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise DataError(f"{path} cannot be read as {form}: {error}") from error
+            except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+                # The library's own error says no more than that there was one; its cause says which.
+                raise DataError(f"{path} cannot be read as {form}: {error.__cause__ or error}") from error
             self._tables.append(table)
         self._starts = [0]
         for table in self._tables:
@@ -109,10 +120,12 @@ def row_document(where: str, row: Any) -> RawDocument:
         return RawDocument(where, messages=_messages(where, row.get("messages", row.get("conversations"))))
     if "input_ids" in row:
         ids, mask = row["input_ids"], row.get("loss_mask")
-        if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < TOKENS for i in ids):
             raise BadDocument(where, "input_ids is no list of token numbers")
         if mask is not None and (not isinstance(mask, list) or len(mask) != len(ids)):
             raise BadDocument(where, "loss_mask is not as long as input_ids")
+        if mask is not None and not all(m in (0, 1) for m in mask):
+            raise BadDocument(where, "loss_mask holds something else than 0 and 1, true and false")
         return RawDocument(where, input_ids=ids, loss_mask=None if mask is None else [bool(m) for m in mask])
     if isinstance(row.get("text"), str):
         return RawDocument(where, text=row["text"])

@@ -29,8 +29,9 @@ class DataError(ValueError):
 class BadDocument(Exception):  # it says what the document is
     """One document cannot be used; counted and left out, or fatal with data.strict."""
 
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(f"{where}: {reason}")
+    def __init__(self, where: str, reason: str, *, detail: str = "") -> None:
+        """`reason` is what is counted; `detail` belongs to this one document."""
+        super().__init__(f"{where}: {reason}: {detail}" if detail else f"{where}: {reason}")
         self.reason = reason
 
 
@@ -116,7 +117,7 @@ class TextFiles:
                 if data and not data.endswith(b"\n"):
                     data += file.readline()
         except OSError as error:
-            raise BadDocument(str(path), f"unreadable: {error.strerror}") from error
+            raise BadDocument(str(path), "unreadable", detail=str(error.strerror)) from error
         return RawDocument(self.name(number), text=data.decode("utf-8", errors="replace"))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ class BatchStream(Iterator[PackedBatch]):
         mask_token_id: int,
         run_seed: int = 0,
         source: DocumentSource | None = None,
+        tell: Callable[[str], None] = lambda complaint: None,
     ) -> None:
-        """Raises DataError when the source is missing or empty."""
+        """`tell` hears of the first COMPLAINTS bad documents. Raises DataError when the source is missing or empty."""
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -58,7 +59,8 @@ class BatchStream(Iterator[PackedBatch]):
         self.skipped: Counter[str] = Counter()
         """Documents that were left out, counted by reason; one that is read in two epochs counts twice."""
         self.complaints: list[str] = []
-        """The first few of them, with file and line."""
+        """The first few bad ones, with file and line; one that is merely too short is not bad."""
+        self._tell = tell
         self._index = 0
         self._epoch = 0
         self._next = 0
@@ -198,8 +200,11 @@ class BatchStream(Iterator[PackedBatch]):
             if self._config.strict and error.reason != NOTHING_TO_LEARN:
                 raise DataError(f"{error}; mend the data, or leave data.strict off to skip and count") from error
             self.skipped[error.reason] += 1
-            if len(self.complaints) < COMPLAINTS:
-                self.complaints.append(str(error))
+            complaint = str(error)
+            bad = error.reason != NOTHING_TO_LEARN and complaint not in self.complaints
+            if bad and len(self.complaints) < COMPLAINTS:
+                self.complaints.append(complaint)
+                self._tell(complaint)
             return []
         return usable
 
