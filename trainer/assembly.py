@@ -130,7 +130,8 @@ def make_evaluate(
             true = decode_acceptance(
                 drafter, target, prompts, max_new_tokens=run.decode_tokens, mask_token_id=mask_token_id
             )
-            decoded = Evaluation(true.mean, list(true.by_position), true.rounds)
+            if true.rounds:  # a drafter so good that its first round is cut at decode_tokens has none to count
+                decoded = Evaluation(true.mean, list(true.by_position), true.rounds)
         return Evaluation(found.mean, list(found.by_position), found.rounds, decoded)
 
     return evaluate
