@@ -1,7 +1,7 @@
 """A full disk and an OOM kill, for real: the state is right within 15 s and nothing that was saved is lost.
 
-Needs root: a small file system is mounted, a memory cgroup is made. Shown able to fail: without the supervisor's reserve
-its record waits until the disk has room again.
+Needs root: a small file system is mounted, a memory cgroup is made. Shown able to fail: without the supervisor's
+reserve its record waits until the disk has room again.
 """
 
 from __future__ import annotations
