@@ -1,5 +1,7 @@
 # `make demo` and `make test` do all their own set-up in .venv; after the install nothing touches a network.
 PYTHON ?= python3
+# Test files run side by side: most of them wait for processes of their own, so one more than two cores keeps both busy.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,7 +26,7 @@ $(PEERS): $(STAMP) tests/peers.txt
 
 test: $(PEERS)
 	@tests/sandbox/install.sh
-	$(OFFLINE) $(BIN)/python -m pytest
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
