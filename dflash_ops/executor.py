@@ -56,6 +56,8 @@ class TargetExecutor(Executor):  # type: ignore[misc]  # Fabric publishes no typ
     def normalize_hosts(self, names: Any) -> list[dict[str, Any]]:
         """All targets asked for, or the default one, as a single set: one call of the verb."""
         try:
+            if self.core[0].args.hosts.value is not None and not any(name.strip() for name in names or []):
+                raise UsageError("-H names no target", why="an empty variable?", hint="leave -H out for the default")
             known = hosts.load()
             chosen = hosts.select(known, [name.strip() for name in names or [] if name.strip()])
         except OpsError as error:

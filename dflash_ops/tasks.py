@@ -66,7 +66,11 @@ def launch(
     options = launching.LaunchOptions(variant, tuple(set or ()), resume, keep_cache, restarts, launcher)
 
     def one(target: Target, remote: Remote) -> int:
-        done = launching.launch(remote, target, options, operator(), lambda text: say(c, target, text))
+        try:
+            done = launching.launch(remote, target, options, operator(), lambda text: say(c, target, text))
+        except KeyboardInterrupt:
+            console.remark(f"the target may go on with the launch: `{fab_words(c, target)} status` tells")
+            raise
         completion.remember(target.name, [done.run_id])
         say(c, target, f"run {done.run_id} is started: release {done.release}, {done.launcher}, pid {done.pid}")
         if done.resumed_from:

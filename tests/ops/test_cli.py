@@ -93,6 +93,12 @@ class TestTargets:
         assert lab.fab("-H", "local", "status", "--", "reboot").returncode == 2
         assert lab.fab("-H", "local,second", "tail-log").returncode == 2
 
+    @pytest.mark.parametrize("names", ["", ",", " "])
+    def test_an_empty_name_is_not_the_default_target(self, lab: Lab, names: str) -> None:
+        """`fab -H "$NAME" stop` with NAME unset. Shown able to fail: it acted on the default target."""
+        done = lab.fab("-H", names, "stop")
+        assert (done.returncode, "-H names no target" in done.stderr) == (2, True)
+
 
 @pytest.mark.parametrize(
     ("words", "code"),

@@ -118,6 +118,25 @@ class TestMainJob:
         assert "trainer/__init__.py was changed on the target" in done.stderr
         assert lab.fab("deploy", "launch").returncode == 0
 
+    def test_ctrl_c_says_that_the_launch_may_go_on(self, lab: Lab) -> None:
+        """Shown able to fail: it said `interrupted` and nothing else, while over SSH the target goes on."""
+        lab.deploy()
+        held = files.try_lock(lab.layout.lock)  # nobody signed for it: the launch waits a while
+        assert held is not None
+        fab = lab.start_fab("launch")
+        wait_until(lambda: any(fab_child(fab.pid)), "the agent")
+        fab.send_signal(signal.SIGINT)
+        _, said = fab.communicate(timeout=30)
+        os.close(held)
+        assert fab.returncode == 130
+        assert b"may go on with the launch: `fab status` tells" in said
+        assert b"Traceback" not in said
+
+
+def fab_child(pid: int) -> list[int]:
+    """The agent that this `fab` has started."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
 
 class TestOneAtATime:
     def test_a_second_launch_exits_21_and_names_the_holder(self, lab: Lab) -> None:
