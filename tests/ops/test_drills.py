@@ -206,6 +206,8 @@ def test_tmux_socket_lost(drill: Drill) -> None:
     drill.lab.deploy()
     drill.lab.launch("standin.steps=10000")
     drill.lab.layout.tmux_socket.unlink()
+    # The run goes on, and its state says so: tmux only shows it.
+    wait_until(lambda: drill.lab.status()["run"]["state"] == "training", "training without its socket", 15.0)
     found = json.loads(drill.lab.fab("diagnose", "--json").stdout)
     assert found["incident"] == "tmux-socket-lost"
     steps = drill.play("tmux-socket-lost")
