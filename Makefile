@@ -37,8 +37,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# As root on Debian. On a GPU machine: python -m trainer bench drafter|threads|peers.
 bench: $(STAMP)
-	$(OFFLINE) $(BIN)/python -m benchmarks
+	@tests/sandbox/install.sh
+	$(OFFLINE) $(BIN)/python -m benchmarks.route
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
