@@ -20,6 +20,10 @@ LONGEST_WAIT_S = 366 * 86400.0
 """A deadline beyond it is a slip of the pen, and far beyond it the clock of a lock overflows."""
 
 
+SHUFFLE_WINDOW = 4096
+"""Documents that are shuffled among each other where a corpus is streamed."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message says what, why and what to do."""
 
@@ -120,10 +124,27 @@ class DataConfig:
     seed: int = 0
     strict: bool = False
     """A bad line ends the run instead of being counted."""
+    streaming: bool = False
+    """Read jsonl, arrow and parquet in the order of their files, without an index; shuffled within windows."""
+    shuffle_window: int = SHUFFLE_WINDOW
+    """Documents of one such window, which are held at once; 1 keeps the order of the files."""
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "block_slots", "max_documents", "max_document_tokens"):
+        for name in ("token_budget", "block_slots", "max_documents", "max_document_tokens", "shuffle_window"):
             _require(getattr(self, name) >= 1, f"data.{name} must be at least 1")
+        if self.streaming:
+            what = "data.source=stdlib" if self.source == "stdlib" else f"data.format={self.format}"
+            _require(
+                self.source != "stdlib" and self.format != "text",
+                f"data.streaming cannot read {what}: it reads rows, and these are whole files that need no index; "
+                "give jsonl, arrow or parquet files, or leave data.streaming off",
+            )
+        else:
+            _require(
+                self.shuffle_window == SHUFFLE_WINDOW,
+                "data.shuffle_window has no effect without data.streaming: a mapped source is shuffled whole; set "
+                "data.streaming=true, or leave data.shuffle_window out",
+            )
         _require(self.source.strip() != "", "data.source is empty; give `stdlib`, a file or a directory")
         _require(self.max_document_tokens >= 2, "data.max_document_tokens must be at least 2: an anchor and its label")
         _require(self.heldout_documents >= 0, "data.heldout_documents must be at least 0")

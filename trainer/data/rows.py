@@ -8,6 +8,7 @@ A row is one of
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,12 +58,10 @@ class JsonLines:
         try:
             with path.open("rb") as file:
                 file.seek(start)
-                row = json.loads(file.readline())
+                line = file.readline()
         except OSError as error:
             raise BadDocument(where, "unreadable", detail=str(error.strerror)) from error
-        except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or brackets without end
-            raise BadDocument(where, "no JSON object") from error
-        return row_document(where, row)
+        return line_document(where, line)
 
 
 class Table:
@@ -109,7 +108,16 @@ class Table:
 def _parquet(path: Path) -> Any:
     import datasets
 
-    return datasets.Dataset.from_parquet(str(path))
+    return datasets.Dataset.from_parquet(glob.escape(str(path)))  # the library takes names as patterns
+
+
+def line_document(where: str, line: str | bytes) -> RawDocument:
+    """One line of JSON as a document. Raises BadDocument."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or brackets without end
+        raise BadDocument(where, "no JSON object") from error
+    return row_document(where, row)
 
 
 def row_document(where: str, row: Any) -> RawDocument:

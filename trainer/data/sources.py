@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -125,11 +125,7 @@ def open_source(source: str, format: str) -> DocumentSource:
     """The documents of `data.source`. Raises DataError when there are none."""
     if source == "stdlib":
         return TextFiles(stdlib_files(), Path(sysconfig.get_path("stdlib")))
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise DataError(f"data.source {source!r} does not exist; give `stdlib`, a file or a directory")
-    form, files = _files(path, format)
-    root = path if path.is_dir() else path.parent
+    form, files, root = find_files(source, format)
     documents: DocumentSource
     if form == "text":
         documents = TextFiles(files, root)
@@ -140,6 +136,15 @@ def open_source(source: str, format: str) -> DocumentSource:
     if len(documents) == 0:
         raise DataError(f"data.source {source!r} holds no documents: {len(files)} {form} files, all empty")
     return documents
+
+
+def find_files(source: str, format: str) -> tuple[str, list[Path], Path]:
+    """Format, files and root of `data.source`. Raises DataError where there are none, or their kind is not clear."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise DataError(f"data.source {source!r} does not exist; give `stdlib`, a file or a directory")
+    form, files = _files(path, format)
+    return form, files, path if path.is_dir() else path.parent
 
 
 def _files(path: Path, format: str) -> tuple[str, list[Path]]:
@@ -162,8 +167,13 @@ def _files(path: Path, format: str) -> tuple[str, list[Path]]:
 
 def heldout_numbers(source: DocumentSource, count: int) -> set[int]:
     """Documents kept for evaluation: by a stable hash of their names, at most a quarter of all."""
+    return heldout_of(range(len(source)), source.name, count)
+
+
+def heldout_of(numbers: Sequence[int], name: Callable[[int], str], count: int) -> set[int]:
+    """The rule of `heldout_numbers` among some documents."""
 
     def key(number: int) -> bytes:
-        return hashlib.blake2b(source.name(number).encode(), digest_size=16).digest()
+        return hashlib.blake2b(name(number).encode(), digest_size=16).digest()
 
-    return set(sorted(range(len(source)), key=key)[: min(count, len(source) // 4)])
+    return set(sorted(numbers, key=key)[: min(count, len(numbers) // 4)])

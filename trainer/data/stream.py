@@ -1,6 +1,6 @@
 """The endless, deterministic, resumable stream of packed rows.
 
-An epoch is a permutation of the source's documents. Each is tokenised, cut into pieces of at most
+An epoch gives each of the source's documents once (`Corpus`). Each is tokenised, cut into pieces of at most
 data.max_document_tokens and put into a pool, from which rows are filled by drawing; so the pieces of one
 long document spread over many rows. The cursor names the pool's pieces, not their text: a few hundred
 integers bring the stream back to the exact same place.
@@ -8,18 +8,16 @@ integers bring the stream back to the exact same place.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from trainer.config import DataConfig
 from trainer.data.batch import PackedBatch
 from trainer.data.encode import encode
+from trainer.data.order import Corpus, Permuted, seed_for
 from trainer.data.packing import Document, first_fit, pack
-from trainer.data.sources import BadDocument, DataError, DocumentSource, heldout_numbers, open_source
+from trainer.data.sources import BadDocument, DataError, DocumentSource, open_source
 
 POOL_PIECES = 128
 CANDIDATES = 16
@@ -52,10 +50,8 @@ class BatchStream(Iterator[PackedBatch]):
         self._vocab_size = vocab_size
         self._mask_token_id = mask_token_id
         self._run_seed = run_seed
-        self._source = source if source is not None else open_source(config.source, config.format)
-        self._fingerprint = self._source.fingerprint()
-        self._heldout = heldout_numbers(self._source, config.heldout_documents)
-        self._train = [n for n in range(len(self._source)) if n not in self._heldout]
+        self._corpus = open_corpus(config, source)
+        self._fingerprint = self._corpus.fingerprint()
         self.skipped: Counter[str] = Counter()
         """Documents that were left out, counted by reason; one that is read in two epochs counts twice."""
         self.complaints: list[str] = []
@@ -63,11 +59,9 @@ class BatchStream(Iterator[PackedBatch]):
         self._tell = tell
         self._index = 0
         self._epoch = 0
-        self._next = 0
         self._draws = 0
         self._pool: list[tuple[Ref, Document]] = []
         self._deferred: list[tuple[Ref, Document]] = []
-        self._order = self._permutation(0)
 
     def __next__(self) -> PackedBatch:
         config = self._config
@@ -100,8 +94,7 @@ class BatchStream(Iterator[PackedBatch]):
     def _cursor(self) -> dict[str, Any]:
         return {
             "index": self._index,
-            "epoch": self._epoch,
-            "next": self._next,
+            **self._corpus.place(),
             "draws": self._draws,
             "pool": [list(ref) for ref, _ in self._pool],
             "deferred": [list(ref) for ref, _ in self._deferred],
@@ -118,8 +111,9 @@ class BatchStream(Iterator[PackedBatch]):
                 "and set drafter.init_from)"
             )
         self._index, self._epoch = cursor["index"], cursor["epoch"]
-        self._next, self._draws = cursor["next"], cursor["draws"]
-        self._order = self._permutation(self._epoch)
+        self._draws = cursor["draws"]
+        self._corpus.seek(cursor)
+        self._corpus.fetch(number for number, _ in cursor["pool"] + cursor["deferred"])
         cache: dict[int, list[Document]] = {}
 
         def restore(ref: list[int]) -> tuple[Ref, Document]:
@@ -127,11 +121,12 @@ class BatchStream(Iterator[PackedBatch]):
             if number not in cache:
                 cache[number] = self._pieces(number)
             if piece >= len(cache[number]):
-                raise DataError(f"{self._source.name(number)} changed since the checkpoint was made")
+                raise DataError(f"{self._corpus.name(number)} changed since the checkpoint was made")
             return (number, piece), cache[number][piece]
 
         self._pool = [restore(ref) for ref in cursor["pool"]]
         self._deferred = [restore(ref) for ref in cursor["deferred"]]
+        self._corpus.fetch(())
         self.skipped = Counter(cursor["skipped"])  # last: reading the pieces again counted them again
 
     def heldout(self) -> list[Document]:
@@ -139,18 +134,16 @@ class BatchStream(Iterator[PackedBatch]):
 
         From its middle: documents of one kind begin alike (licence, imports), which says little about the rest.
         """
-        pieces = [self._pieces(number) for number in sorted(self._heldout)]
+        self._corpus.fetch(self._corpus.heldout)
+        pieces = [self._pieces(number) for number in sorted(self._corpus.heldout)]
+        self._corpus.fetch(())
         return [found[len(found) // 2] for found in pieces if found]
-
-    def _permutation(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(_seed("epoch", self._config.seed, epoch))
-        order: list[int] = torch.randperm(len(self._train), generator=generator).tolist()
-        return [self._train[n] for n in order]
 
     def _draw(self) -> tuple[Ref, Document]:
         empty_epochs = 0
         while len(self._pool) < POOL_PIECES:
-            if self._next == len(self._order):
+            number = self._corpus.draw()
+            if number is None:
                 if not self._pool:
                     empty_epochs += 1
                     if empty_epochs == 2:
@@ -160,26 +153,24 @@ class BatchStream(Iterator[PackedBatch]):
                         )
                 elif self._epoch_small():
                     break
-                self._epoch, self._next = self._epoch + 1, 0
-                self._order = self._permutation(self._epoch)
+                self._epoch += 1
+                self._corpus.begin(self._epoch)
                 continue
-            number = self._order[self._next]
-            self._next += 1
             self._pool += [((number, n), piece) for n, piece in enumerate(self._pieces(number))]
-        at = _seed("draw", self._config.seed, self._draws) % len(self._pool)
+        at = seed_for("draw", self._config.seed, self._draws) % len(self._pool)
         self._draws += 1
         self._pool[at], self._pool[-1] = self._pool[-1], self._pool[at]
         return self._pool.pop()
 
     def _epoch_small(self) -> bool:
         """Whether the source is too small to fill the pool: then an epoch is drained before the next begins."""
-        return len(self._order) < POOL_PIECES
+        return self._corpus.drawn < POOL_PIECES
 
     def _pieces(self, number: int) -> list[Document]:
         """A document's usable pieces; empty when it cannot be used, which is counted."""
-        name = self._source.name(number)
+        name = self._corpus.name(number)
         try:
-            ids, mask = encode(self._source.read(number), self._tokenizer)
+            ids, mask = encode(self._corpus.read(number), self._tokenizer)
             if ids.numel() and int(ids.max()) >= self._vocab_size:
                 raise DataError(
                     f"{name}: token {int(ids.max())} lies outside the target's vocabulary ({self._vocab_size} rows); "
@@ -209,6 +200,11 @@ class BatchStream(Iterator[PackedBatch]):
         return usable
 
 
-def _seed(purpose: str, seed: int, number: int) -> int:
-    digest = hashlib.blake2b(f"{purpose} {seed} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def open_corpus(config: DataConfig, source: DocumentSource | None = None) -> Corpus:
+    """The documents of `data.source`, or of the given source, in training order. Raises DataError."""
+    if source is None and config.streaming:
+        from trainer.data.streaming import open_streamed  # only then is it needed
+
+        return open_streamed(config)
+    mapped = source if source is not None else open_source(config.source, config.format)
+    return Permuted(mapped, seed=config.seed, heldout=config.heldout_documents)
