@@ -85,7 +85,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_documents_are_those_of_the_mapped_source(
     form: str, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names and texts, in each of two epochs. Failed when the window that ends a file was the last one read."""
+    """Names and texts, in each of two epochs. Failed when reading ended with the first file."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -108,7 +108,7 @@ def test_a_parquet_file_without_rows_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_order_depends_on_seed_epoch_and_window_and_stays_within_it(talk: Path) -> None:
-    """Failed when the window's number was left out of the seed: windows of one size were permuted alike."""
+    """Failed with the window's number left out of the seed: windows were permuted alike."""
     corpus = open_corpus(config_of(talk))
     orders = [epoch(corpus, 0), epoch(corpus, 1), epoch(open_corpus(config_of(talk, seed=1)), 0)]
     assert len({tuple(order) for order in orders}) == 3
@@ -138,7 +138,7 @@ def test_held_out_are_the_mapped_sources_own_where_one_window_holds_all(talk: Pa
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 25), st.integers(1, 12), st.sampled_from([1, 5, 8, 64]), st.integers(0, 4))
 def test_seek_goes_to_exactly_after_the_batch(talk: Path, at: int, ahead: int, window: int, heldout: int) -> None:
-    """At any place, over ends of windows, files and epochs. Failed when the end of an epoch counted windows on."""
+    """At any place, over ends of windows, files and epochs. Failed when `drawn` was not restored."""
     original = stream_of(talk, shuffle_window=window, heldout_documents=heldout)
     batch = [next(original) for _ in range(at + 1)][-1]
     resumed = stream_of(talk, shuffle_window=window, heldout_documents=heldout)
@@ -153,7 +153,7 @@ def test_seek_goes_to_exactly_after_the_batch(talk: Path, at: int, ahead: int, w
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cursor_in_the_middle_of_a_window_is_exact_where_the_pool_is_full(form: str, tmp_path: Path) -> None:
-    """400 documents in windows of 50, so that the pool's pieces come from windows long past."""
+    """400 documents in windows of 50: the pool's pieces come from windows past. Failed with the offset set to 0."""
     source = write(tmp_path / "data", form, (250, 150))
     original = stream_of(source, shuffle_window=50)
     places = set()
@@ -175,7 +175,7 @@ def test_a_cursor_in_the_middle_of_a_window_is_exact_where_the_pool_is_full(form
 
 
 def test_no_more_rows_are_read_ahead_than_a_window(tmp_path: Path) -> None:
-    """Rows come from a counting generator behind a real streamed dataset. Failed when all rows were listed at first."""
+    """Rows come from a counting generator behind a real streamed dataset. Failed with larger windows than were asked for."""
     import datasets
 
     read = 0
@@ -202,6 +202,7 @@ def test_no_more_rows_are_read_ahead_than_a_window(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_counted_with_file_and_line_or_fatal(tmp_path: Path) -> None:
+    """Failed when bytes that are no UTF-8 were replaced: the line was taken."""
     path = tmp_path / "talk.jsonl"
     rows = [json.dumps({"text": text_of(n)}).encode() for n in range(6)]
     path.write_bytes(b"\n".join([*rows[:2], b"{not json", b"", b'{"text": "\xff\xfe"}', b'{"text": 5}', *rows[2:]]))
