@@ -175,7 +175,7 @@ def test_a_cursor_in_the_middle_of_a_window_is_exact_where_the_pool_is_full(form
 
 
 def test_no_more_rows_are_read_ahead_than_a_window(tmp_path: Path) -> None:
-    """Rows come from a counting generator behind a real streamed dataset. Failed with larger windows than were asked for."""
+    """Rows come from a counting generator behind a real streamed dataset. Failed with larger windows."""
     import datasets
 
     read = 0
