@@ -74,7 +74,7 @@ def tiny_recipe(hardware: Hardware) -> TrainConfig:
         optim=OptimConfig(lr=5e-3, betas=(0.9, 0.98)),
         topology=default_topology(hardware),
         run=RunConfig(
-            max_steps=300, log_every=10, eval_every=100, checkpoint_every=100, gate_deadline_s=300.0, decode_prompts=4
+            max_steps=800, log_every=20, eval_every=200, checkpoint_every=200, gate_deadline_s=300.0, decode_prompts=4
         ),
     )
 
