@@ -12,8 +12,8 @@ from typing import Any
 
 from dflash_ops.agent import records, wire
 from dflash_ops.agent.board import BoardEnd, BoardRequest, ExchangeEnd, ExchangeRequest
-from dflash_ops.errors import AgentFailed, DeadlineExceeded, OpsError, UsageError
-from dflash_ops.remote import Remote, raise_agent_error, with_noise
+from dflash_ops.errors import AgentFailed, OpsError, UsageError
+from dflash_ops.remote import Remote, raise_agent_error
 
 START_S = 120.0
 SILENCE_S = 15.0
@@ -29,24 +29,22 @@ def show(holder: Remote, carrier: Remote, run_id: str, port: int, say: Callable[
     """Serve until TensorBoard ends. `holder` keeps it alive; `carrier`, open already, takes the requests."""
     with holder.stream("tensorboard", BoardRequest(run_id)) as (stream, reader):
         server: http.server.ThreadingHTTPServer | None = None
+
+        def silence() -> float:
+            return START_S if server is None else SILENCE_S
+
         try:
-            while True:
-                piece = stream.read(START_S if server is None else SILENCE_S)
-                if piece is None:
-                    raise DeadlineExceeded("the target fell silent")
-                if piece == b"":
-                    raise with_noise(holder.transport.explain(stream.end()), reader.noise)
-                for event in reader.feed(piece):
-                    if isinstance(event, wire.Progress):
-                        server = _serve(carrier, int(event.text), port)
-                        say(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends it)")
-                    elif isinstance(event, wire.Answer):
-                        raise_agent_error(event)
-                        return records.load(BoardEnd, event.result)
+            for event in holder.events(stream, reader, silence):
+                if isinstance(event, wire.Progress):
+                    server = _serve(carrier, int(event.text), port)
+                    say(f"http://127.0.0.1:{server.server_address[1]}/ (Ctrl-C ends it)")
+                elif isinstance(event, wire.Answer):
+                    return records.load(BoardEnd, event.result)
         finally:
             if server is not None:
                 server.shutdown()
                 server.server_close()
+    raise AgentFailed("the target stopped sending")
 
 
 def _serve(carrier: Remote, remote_port: int, port: int) -> http.server.ThreadingHTTPServer:

@@ -18,7 +18,7 @@ from pathlib import Path
 from dflash_ops.agent import records, wire
 from dflash_ops.agent.fetch import PART, FetchEnd, FetchRequest, ListedFile, Listing, ListRequest
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, HostUnreachable, UploadCorrupt, UsageError
-from dflash_ops.remote import Remote, raise_agent_error, with_noise
+from dflash_ops.remote import Remote
 
 LIST_DEADLINE_S = 3600.0
 """The target reads every byte once to give its hash."""
@@ -137,18 +137,12 @@ def _fill(remote: Remote, request: FetchRequest, write: Callable[[bytes], int], 
 
 def _stream(remote: Remote, request: FetchRequest, keep: Callable[[wire.Data], None]) -> FetchEnd:
     with remote.stream("fetch", request) as (stream, reader):
-        while True:
-            piece = stream.read(SILENCE_S)
-            if piece is None:
-                raise DeadlineExceeded(f"nothing came for {SILENCE_S:.0f} s")
-            if piece == b"":
-                raise with_noise(remote.transport.explain(stream.end()), reader.noise)
-            for event in reader.feed(piece):
-                if isinstance(event, wire.Data):
-                    keep(event)
-                elif isinstance(event, wire.Answer):
-                    raise_agent_error(event)
-                    return records.load(FetchEnd, event.result)
+        for event in remote.events(stream, reader, lambda: SILENCE_S):
+            if isinstance(event, wire.Data):
+                keep(event)
+            elif isinstance(event, wire.Answer):
+                return records.load(FetchEnd, event.result)
+    raise AgentFailed("the target stopped sending")
 
 
 def _place(directory: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dflash_ops.agent import records, wire
 from dflash_ops.bundle import agent_bundle
-from dflash_ops.errors import AgentFailed, OpsError
+from dflash_ops.errors import AgentFailed, DeadlineExceeded, OpsError
 from dflash_ops.transport.base import ByteStream, Transport, chunks
 
 SILENCE_S = 30.0
@@ -148,7 +148,7 @@ class Remote:
 
     @contextmanager
     def stream(self, verb: str, params: Any, *, ship: bool = False) -> Iterator[tuple[ByteStream, wire.FrameReader]]:
-        """Start a verb that goes on talking; the caller reads bytes and feeds the reader.
+        """Start a verb that goes on talking; `events` reads what it says.
 
         `ship` sends the agent along: for the second try, after AgentMissing.
         """
@@ -158,6 +158,26 @@ class Remote:
         argv = self.argv(verb, nonce, len(install))
         with self.transport.stream(argv, stdin=install + request.encode()) as stream:
             yield stream, wire.FrameReader(nonce)
+
+    def events(
+        self, stream: ByteStream, reader: wire.FrameReader, silence: Callable[[], float]
+    ) -> Iterator[wire.Event]:
+        """What a streaming verb says, up to its answer; raises what the agent reported, and a loss of the route.
+
+        `silence` gives the seconds without a byte after which the connection counts as dead. The stream stays the
+        caller's: leaving its context ends the verb.
+        """
+        while True:
+            patience = silence()
+            piece = stream.read(patience)
+            if piece is None:
+                raise DeadlineExceeded(f"nothing came for {patience:.0f} s")
+            if piece == b"":
+                raise with_noise(self.transport.explain(stream.end()), reader.noise)
+            for event in reader.feed(piece):
+                if isinstance(event, wire.Answer):
+                    raise_agent_error(event)
+                yield event
 
     def route_argv(self, verb: str, deadline: float) -> tuple[str, ...]:
         """What the first machine of the route runs for this verb, agent in place; the nonce is an example."""

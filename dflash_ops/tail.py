@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from dflash_ops.agent import records, wire
 from dflash_ops.agent.follow import FollowEnd, FollowRequest
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, HostUnreachable, OpsError
-from dflash_ops.remote import AgentMissing, Remote, raise_agent_error, with_noise
+from dflash_ops.remote import AgentMissing, Remote
 
 BEAT_S = 2.0
 SILENCE_S = 10.0
@@ -66,23 +66,17 @@ def _once(
 ) -> FollowEnd:
     """One connection, until the answer or its loss."""
     with remote.stream("follow", request, ship=ship) as (stream, reader):
-        while True:
-            piece = stream.read(SILENCE_S)
-            if piece is None:
-                raise DeadlineExceeded(f"nothing came for {SILENCE_S:.0f} s")
-            if piece == b"":
-                raise with_noise(remote.transport.explain(stream.end()), reader.noise)
-            for event in reader.feed(piece):
-                match event:
-                    case wire.Data():
-                        moved(event)
-                    case wire.Progress(text):
-                        sink.remark(text)
-                    case wire.Answer():
-                        raise_agent_error(event)
-                        return records.load(FollowEnd, event.result)
-                    case wire.Beat():
-                        pass
+        for event in remote.events(stream, reader, lambda: SILENCE_S):
+            match event:
+                case wire.Data():
+                    moved(event)
+                case wire.Progress(text):
+                    sink.remark(text)
+                case wire.Answer():
+                    return records.load(FollowEnd, event.result)
+                case wire.Beat():
+                    pass
+    raise AgentFailed("the target stopped sending")
 
 
 def _temporary(error: OpsError) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from dflash_ops.agent import records, wire
 from dflash_ops.agent.snapshot import Snapshot, WatchRequest
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, HostUnreachable, OpsError, UsageError
-from dflash_ops.remote import Remote, raise_agent_error, with_noise
+from dflash_ops.remote import Remote
 
 SILENCE_S = 15.0
 BACKOFF_S = (0.5, 15.0)
@@ -99,18 +99,11 @@ def views(remote: Remote, target: str, request: WatchRequest) -> Iterator[View]:
 def _snapshots(remote: Remote, request: WatchRequest) -> Iterator[Snapshot]:
     """One connection's snapshots; ends only by an error."""
     with remote.stream("watch", request) as (stream, reader):
-        while True:
-            piece = stream.read(max(SILENCE_S, 3 * request.interval_s))
-            if piece is None:
-                raise DeadlineExceeded(f"nothing came for {SILENCE_S:.0f} s")
-            if piece == b"":
-                raise with_noise(remote.transport.explain(stream.end()), reader.noise)
-            for event in reader.feed(piece):
-                if isinstance(event, wire.Progress):
-                    yield _load(event.text)
-                elif isinstance(event, wire.Answer):
-                    raise_agent_error(event)
-                    raise AgentFailed("the target stopped sending")
+        for event in remote.events(stream, reader, lambda: max(SILENCE_S, 3 * request.interval_s)):
+            if isinstance(event, wire.Progress):
+                yield _load(event.text)
+            elif isinstance(event, wire.Answer):
+                raise AgentFailed("the target stopped sending")
 
 
 def _load(text: str) -> Snapshot:
