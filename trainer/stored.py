@@ -11,7 +11,8 @@ from pathlib import Path
 from trainer.assembly import make_evaluate
 from trainer.checkpoint import CheckpointStore, Loaded
 from trainer.config import ConfigError, TrainConfig, from_dict
-from trainer.export import Format, Provenance, export
+from trainer.export import Format, export
+from trainer.export_forms import Provenance
 from trainer.foreseen import FORESEEN
 from trainer.model.targets import load_target
 from trainer.topology import default_topology, probe_hardware

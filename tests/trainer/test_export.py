@@ -13,13 +13,11 @@ from trainer.config import DrafterConfig
 from trainer.export import (
     ExportError,
     Format,
-    Provenance,
     export,
     initialise,
     load_export,
-    speculators_config,
-    zlab_config,
 )
+from trainer.export_forms import Provenance, speculators_config, zlab_config
 from trainer.model.drafter import Drafter, DrafterShape
 
 PROVENANCE = Provenance(
