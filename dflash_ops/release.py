@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_ops.agent import releases
-from dflash_ops.agent.releases import Deployed, Manifest, ReleasedFile
+from dflash_ops.agent.manifest import Manifest, ReleasedFile, check_path
+from dflash_ops.agent.releases import Deployed
 from dflash_ops.agent.verbs import Current, InstallRequest, Nothing, Releases, SelectRequest
 from dflash_ops.errors import OpsError, UsageError
 from dflash_ops.remote import Remote
@@ -146,7 +146,7 @@ def _read(path: Path, name: str) -> tuple[ReleasedFile, bytes]:
         raise UsageError(f"{path} is not a plain file", hint="remove it from trainer/")
     try:
         content = path.read_bytes()
-        releases.check_path(name)
+        check_path(name)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read", why=error.strerror or "") from None
     except OpsError as error:

@@ -11,52 +11,22 @@ file compiles with this very Python does one rename make it a release, and one m
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
-import json
 import os
 import shutil
-import tarfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO
 
-from dflash_ops.agent import files, records, retire
+from dflash_ops.agent import files, records, retire, upload
 from dflash_ops.agent.layout import RELEASE_ID, Layout, linked_release
-from dflash_ops.errors import EnvironmentUnfit, LockHeld, SyntaxCheckFailed, UploadCorrupt, UsageError
+from dflash_ops.agent.manifest import Manifest, check_path, read_manifest
+from dflash_ops.errors import LockHeld, UploadCorrupt, UsageError
 
 DEPLOY_WAIT_S = 30.0
-SPARE_BYTES = 16 << 20
-"""Free space that must remain after an upload."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReleasedFile:
-    path: str
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a release consists of, sorted by path."""
-
-    files: tuple[ReleasedFile, ...]
-
-    @property
-    def release_id(self) -> str:
-        """16 hex digits of the hash over paths, sizes and contents."""
-        body = "".join(f"{file.sha256} {file.size} {file.path}\n" for file in self.files)
-        return hashlib.sha256(body.encode()).hexdigest()[:16]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(file.size for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +53,6 @@ class Deployed:
     previous: str | None
     changed: bool
     """This call moved `current`."""
-
-
-def check_path(path: str) -> None:
-    """Raise UploadCorrupt unless the path is a plain relative one inside trainer/."""
-    pure = PurePosixPath(path)
-    if (
-        not path
-        or pure.is_absolute()
-        or str(pure) != path
-        or pure.parts[0] != "trainer"
-        or len(pure.parts) < 2
-        or any(part in (".", "..") or part.startswith("-") for part in pure.parts)
-        or any(ord(char) < 32 or ord(char) == 127 for char in path)
-    ):
-        raise UploadCorrupt(f"the release holds an unsafe path {path!r}", hint="rename the file, then deploy again")
-
-
-def read_manifest(directory: Path) -> Manifest | None:
-    try:
-        return records.load(Manifest, files.read_json(directory / "manifest.json"))
-    except ValueError:
-        return None
 
 
 def damage(layout: Layout, release_id: str) -> str | None:
@@ -150,11 +98,11 @@ def install(layout: Layout, manifest: Manifest, payload: BinaryIO, size: int, sa
     with _deploying(layout):
         partial = layout.releases / f"{release_id}.partial"
         try:
-            _require_space(layout, manifest, size)
+            upload.require_space(layout.releases, manifest)
             partial.mkdir(mode=0o755)
-            _unpack(partial, manifest, payload, size)
+            upload.unpack(partial, manifest, payload, size)
             say(f"received and verified {len(manifest.files)} files, {manifest.total_bytes} bytes")
-            compile_all(partial, manifest)
+            upload.compile_all(partial, manifest)
             say("every Python file compiles")
             files.write_json(partial / "manifest.json", records.dump(manifest), 0o644)
             for directory, _, _ in os.walk(partial):
@@ -210,92 +158,6 @@ def listing(layout: Layout) -> list[ReleaseInfo]:
     return sorted(found, key=lambda info: info.deployed_at, reverse=True)
 
 
-def compile_all(directory: Path, manifest: Manifest) -> None:
-    """The syntax check: every .py through this Python's compiler, in memory. Raises SyntaxCheckFailed."""
-    for file in manifest.files:
-        if not file.path.endswith(".py"):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                compile((directory / file.path).read_bytes(), file.path, "exec", dont_inherit=True)
-        except SyntaxError as error:
-            text = (error.text or "").strip()
-            raise SyntaxCheckFailed(
-                f"{file.path}:{error.lineno or 1}: {error.msg}", why=f"line: {text}" if text else ""
-            ) from None
-        except ValueError as error:  # NUL bytes
-            raise SyntaxCheckFailed(f"{file.path}:1: {error}") from None
-
-
-def _unpack(partial: Path, manifest: Manifest, payload: BinaryIO, size: int) -> None:
-    expected = {file.path: file for file in manifest.files}
-    exact = _Exactly(payload, size)
-    try:
-        with tarfile.open(fileobj=exact, mode="r|") as archive:
-            for member in archive:
-                file = expected.pop(member.name, None)
-                if file is None or not member.isreg() or member.size != file.size:
-                    raise UploadCorrupt(f"the upload holds {member.name!r}, which its manifest does not describe so")
-                source = archive.extractfile(member)
-                if source is None:
-                    raise UploadCorrupt(f"{member.name}: no content")
-                _store(partial / file.path, source.read(), file)
-        while exact.read(1 << 16):
-            pass
-    except tarfile.TarError as error:
-        raise UploadCorrupt(
-            "the upload is cut or damaged", why=f"{exact.taken} of {size} bytes came: {error}"
-        ) from None
-    if exact.taken != size or expected:
-        raise UploadCorrupt(
-            "the upload is not whole", why=f"{exact.taken} of {size} bytes, {len(expected)} files missing"
-        )
-
-
-def _store(path: Path, data: bytes, file: ReleasedFile) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    with os.fdopen(descriptor, "w+b") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-        out.seek(0)
-        stored = hashlib.sha256(out.read()).hexdigest()  # what the disk gives back, not what was meant
-    if stored != file.sha256:
-        raise UploadCorrupt(f"{file.path} arrived altered", why=f"sha256 {stored[:12]} instead of {file.sha256[:12]}")
-
-
-class _Exactly(io.RawIOBase):
-    """Reads at most `size` bytes from a stream and counts them; end of input is just a short count."""
-
-    def __init__(self, stream: BinaryIO, size: int) -> None:
-        self._stream = stream
-        self._size = size
-        self.taken = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, amount: int = -1) -> bytes:
-        left = self._size - self.taken
-        data = self._stream.read(left if amount < 0 else min(amount, left))
-        self.taken += len(data)
-        return data
-
-
-def _require_space(layout: Layout, manifest: Manifest, size: int) -> None:
-    space = os.statvfs(layout.releases)
-    needed = manifest.total_bytes + SPARE_BYTES
-    if space.f_bavail * space.f_frsize < needed or 0 < space.f_favail < len(manifest.files) + 64:
-        raise EnvironmentUnfit(
-            "no room for the release on the target",
-            why=f"{needed >> 20} MiB are needed under {layout.releases}, "
-            f"{space.f_bavail * space.f_frsize >> 20} MiB and {space.f_favail} inodes are free",
-            hint="free space on the target, then deploy again",
-        )
-
-
 def _make_current(layout: Layout, release_id: str) -> bool:
     current = linked_release(layout.current)
     if current == release_id:
@@ -331,14 +193,3 @@ def _deploying(layout: Layout) -> Iterator[None]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def append_audit(layout: Layout, verb: str, who: str, detail: str) -> None:
-    """One line in audit.jsonl for every verb that changes the target."""
-    line = json.dumps({"time": time.time(), "verb": verb, "who": who, "detail": detail}) + "\n"
-    with contextlib.suppress(OSError):  # the work is done; a full disk must not make it look failed
-        descriptor = os.open(layout.audit, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)

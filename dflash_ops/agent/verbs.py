@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from dflash_ops.agent import (
+    audit,
     board,
     cache,
     doctor,
@@ -32,7 +33,8 @@ from dflash_ops.agent.gate import GateReport, GateRequest
 from dflash_ops.agent.launch import LaunchRequest
 from dflash_ops.agent.layout import Layout, linked_release
 from dflash_ops.agent.lock import Holder
-from dflash_ops.agent.releases import Deployed, Manifest, ReleaseInfo
+from dflash_ops.agent.manifest import Manifest, read_manifest
+from dflash_ops.agent.releases import Deployed, ReleaseInfo
 from dflash_ops.agent.runs import RunStatus
 from dflash_ops.agent.wire import Event, Progress
 from dflash_ops.errors import UsageError
@@ -165,7 +167,7 @@ def _select(call: Call) -> Deployed:
     call.layout.create()
     done = releases.select(call.layout, request.release_id)
     if done.changed:
-        releases.append_audit(call.layout, "deploy", request.who, request.release_id)
+        audit.append(call.layout, "deploy", request.who, request.release_id)
     return done
 
 
@@ -173,7 +175,7 @@ def _install(call: Call) -> Deployed:
     request = records.load(InstallRequest, call.params)
     call.layout.create()
     done = releases.install(call.layout, request.manifest, call.payload, call.payload_size, call.say)
-    releases.append_audit(call.layout, "deploy", request.who, done.release_id)
+    audit.append(call.layout, "deploy", request.who, done.release_id)
     return done
 
 
@@ -181,7 +183,7 @@ def _rollback(call: Call) -> Deployed:
     request = records.load(SelectRequest, call.params)
     call.layout.create()
     done = releases.rollback(call.layout, request.release_id)
-    releases.append_audit(call.layout, "rollback", request.who, done.release_id)
+    audit.append(call.layout, "rollback", request.who, done.release_id)
     return done
 
 
@@ -191,7 +193,7 @@ def _releases(call: Call) -> Releases:
 
 def _current(call: Call) -> Current:
     release_id = linked_release(call.layout.current)
-    manifest = releases.read_manifest(call.layout.release(release_id)) if release_id else None
+    manifest = read_manifest(call.layout.release(release_id)) if release_id else None
     return Current(release_id, manifest)
 
 
@@ -199,7 +201,7 @@ def _launch(call: Call) -> launch.LaunchResult:
     request = records.load(LaunchRequest, call.params)
     call.layout.create()
     done = launch.launch(call.layout, request, call.say)
-    releases.append_audit(call.layout, "launch", request.who, done.run_id)
+    audit.append(call.layout, "launch", request.who, done.run_id)
     return done
 
 
@@ -242,7 +244,7 @@ def _stop(call: Call) -> stop.StopResult:
     request = records.load(stop.StopRequest, call.params)
     done = stop.stop(call.layout, request, call.say)
     if done.stopped and done.status is not None:
-        releases.append_audit(call.layout, "stop --kill" if request.kill else "stop", request.who, done.status.run_id)
+        audit.append(call.layout, "stop --kill" if request.kill else "stop", request.who, done.status.run_id)
     return done
 
 
@@ -270,7 +272,7 @@ def _prune(call: Call) -> pruning.PrunePlan:
     request = records.load(pruning.PruneRequest, call.params)
     done = pruning.prune(call.layout, request, call.say)
     if done.removed:
-        releases.append_audit(call.layout, "prune", request.who, f"{done.freed} bytes: {' '.join(done.removed)}")
+        audit.append(call.layout, "prune", request.who, f"{done.freed} bytes: {' '.join(done.removed)}")
     return done
 
 
@@ -278,7 +280,7 @@ def _provision(call: Call) -> provisioning.Provisioned:
     request = records.load(provisioning.ProvisionRequest, call.params)
     call.layout.create()
     done = provisioning.provision(call.layout, request, call.say)
-    releases.append_audit(call.layout, "provision", request.who, done.environment)
+    audit.append(call.layout, "provision", request.who, done.environment)
     return done
 
 
@@ -325,7 +327,7 @@ def _clear_cache(call: Call) -> Cleared:
         lines = cache.clear(call.layout, names, request.legacy_caches)
     finally:
         os.close(descriptor)
-    releases.append_audit(call.layout, "clear-cache", request.who, "; ".join(lines))
+    audit.append(call.layout, "clear-cache", request.who, "; ".join(lines))
     return Cleared(tuple(lines))
 
 
