@@ -20,7 +20,7 @@ from dflash_ops import doctor as examining
 from dflash_ops import provision as provisioning
 from dflash_ops import pull as pulling
 from dflash_ops import watch as watching
-from dflash_ops.agent import records, verbs
+from dflash_ops.agent import messages, records
 from dflash_ops.agent.prune import PrunePlan, PruneRequest
 from dflash_ops.agent.snapshot import WatchRequest
 from dflash_ops.cli import READ_DEADLINE_S, fab_words, ns, only, operator, run_code, verb, whole_number
@@ -140,7 +140,7 @@ def tensorboard(c: TargetContext, run: str = "", port: str = "6006") -> int:
     remote = connect(target)
     carrier = remote_of_its_own(target)
     for one in (remote, carrier):  # connected before threads share it, and a wrong run is refused here
-        one.call("status", verbs.StatusRequest(run_id=run), verbs.Overview, deadline=READ_DEADLINE_S)
+        one.call("status", messages.StatusRequest(run_id=run), messages.Overview, deadline=READ_DEADLINE_S)
     try:
         ended = boards.show(remote, carrier, run, number, console.say)
     except KeyboardInterrupt:
@@ -173,7 +173,7 @@ def watch(
     """A live picture of the run; --run ID, --json, --notify COMMAND (JSON on stdin), --until-end, --interval S."""
     target = only(c, "watch")
     remote = connect(target)
-    remote.call("status", verbs.StatusRequest(run_id=run), verbs.Overview, deadline=READ_DEADLINE_S)
+    remote.call("status", messages.StatusRequest(run_id=run), messages.Overview, deadline=READ_DEADLINE_S)
     request = WatchRequest(run, float(whole_number("--interval", interval, 1, 60)))
     fab = fab_words(c, target)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from dflash_ops.agent.evidence import EvidenceAnswer, EvidenceRequest
 from dflash_ops.agent.gpu_facts import GpuFacts
+from dflash_ops.agent.messages import Probed, ProbeRequest
 from dflash_ops.agent.runs import RunStatus
-from dflash_ops.agent.verbs import Probed, ProbeRequest
 from dflash_ops.connect import connect_host
 from dflash_ops.errors import OpsError, UsageError
 from dflash_ops.incidents import Diagnosis, Evidence, Excerpt, Line, NoMatch, Source, diagnose

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dflash_ops.agent.doctor import DoctorRequest, Examined, Line
 from dflash_ops.agent.gate import SLOW_KERNELS_ALLOWED
-from dflash_ops.agent.verbs import Nothing
+from dflash_ops.agent.messages import Nothing
 from dflash_ops.connect import connect_host
 from dflash_ops.errors import AgentFailed, EnvironmentUnfit, OpsError
 from dflash_ops.launch import target_overrides

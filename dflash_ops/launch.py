@@ -12,7 +12,7 @@ from typing import Any
 from dflash_ops.agent.gate import SLOW_KERNELS_ALLOWED, GateReport, GateRequest
 from dflash_ops.agent.gpu_facts import FAILED, GpuFacts
 from dflash_ops.agent.launch import LaunchRequest, LaunchResult
-from dflash_ops.agent.verbs import GpuReport, Overview, Probed, ProbeRequest, StatusRequest
+from dflash_ops.agent.messages import GpuReport, Overview, Probed, ProbeRequest, StatusRequest
 from dflash_ops.connect import connect_host
 from dflash_ops.errors import (
     AgentFailed,

@@ -6,7 +6,7 @@ import sys
 
 from dflash_ops import completion, console, tail
 from dflash_ops import launch as launching
-from dflash_ops.agent import records, verbs
+from dflash_ops.agent import messages, records
 from dflash_ops.agent.gate import GateReport
 from dflash_ops.agent.runs import RunStatus
 from dflash_ops.cli import READ_DEADLINE_S, ask_all, fab_words, only, run_code, say, show_all, verb, whole_number
@@ -64,10 +64,10 @@ def follow(c: TargetContext, target: Target, run: str, lines: int, *, follow_on:
 def status(c: TargetContext, run: str = "", json: bool = False) -> int:
     """How the newest run stands; --run ID, --json. Exits 30 when it failed, 31 when it is lost."""
 
-    def ask(target: Target, remote: Remote) -> verbs.Overview:
-        return remote.call("status", verbs.StatusRequest(run_id=run), verbs.Overview, deadline=READ_DEADLINE_S)
+    def ask(target: Target, remote: Remote) -> messages.Overview:
+        return remote.call("status", messages.StatusRequest(run_id=run), messages.Overview, deadline=READ_DEADLINE_S)
 
-    def show(target: Target, overview: verbs.Overview) -> int:
+    def show(target: Target, overview: messages.Overview) -> int:
         if json:
             console.show_json({"target": target.name, **records.dump(overview)})
         elif len(c.targets) == 1:
@@ -94,10 +94,10 @@ def runs(c: TargetContext, limit: str = "20", json: bool = False) -> int:
     """List the runs on the target, newest first; --limit N, --json."""
     count = whole_number("--limit", limit, 1, 10_000)
 
-    def ask(target: Target, remote: Remote) -> verbs.Runs:
-        return remote.call("runs", verbs.RunsRequest(count), verbs.Runs, deadline=READ_DEADLINE_S)
+    def ask(target: Target, remote: Remote) -> messages.Runs:
+        return remote.call("runs", messages.RunsRequest(count), messages.Runs, deadline=READ_DEADLINE_S)
 
-    def show(target: Target, found: verbs.Runs) -> int:
+    def show(target: Target, found: messages.Runs) -> int:
         completion.remember(target.name, [run.run_id for run in found.runs])
         if json:
             console.show_json({"target": target.name, **records.dump(found)})
@@ -118,7 +118,7 @@ def attach(c: TargetContext, run: str = "") -> int:
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         raise UsageError("attach needs a terminal", hint=f"`{fab_words(c, target)} tail-log` works without one")
     remote = connect(target)
-    answer = remote.call("attach", verbs.AttachRequest(run), verbs.AttachAnswer, deadline=READ_DEADLINE_S)
+    answer = remote.call("attach", messages.AttachRequest(run), messages.AttachAnswer, deadline=READ_DEADLINE_S)
     return remote.transport.shell(answer.argv)
 
 
@@ -126,7 +126,7 @@ def attach(c: TargetContext, run: str = "") -> int:
 def gpus(c: TargetContext, json: bool = False) -> int:
     """What the GPUs show, and whether they are known to be idle; --json. Exits 20 when they are not."""
 
-    def show(target: Target, report: verbs.GpuReport) -> int:
+    def show(target: Target, report: messages.GpuReport) -> int:
         if json:
             console.show_json({"target": target.name, **records.dump(report)})
         else:
@@ -160,10 +160,10 @@ def preflight(c: TargetContext, json: bool = False) -> int:
 def releases(c: TargetContext, json: bool = False) -> int:
     """List the releases on the target; --json."""
 
-    def ask(target: Target, remote: Remote) -> verbs.Releases:
-        return remote.call("releases", verbs.Nothing(), verbs.Releases, deadline=READ_DEADLINE_S)
+    def ask(target: Target, remote: Remote) -> messages.Releases:
+        return remote.call("releases", messages.Nothing(), messages.Releases, deadline=READ_DEADLINE_S)
 
-    def show(target: Target, found: verbs.Releases) -> int:
+    def show(target: Target, found: messages.Releases) -> int:
         if json:
             console.show_json({"target": target.name, **records.dump(found)})
         return 0
@@ -181,8 +181,8 @@ def releases(c: TargetContext, json: bool = False) -> int:
 
 
 def _status(remote: Remote, run: str) -> RunStatus:
-    asked = verbs.StatusRequest(run_id=run)
-    found = remote.call("status", asked, verbs.Overview, deadline=READ_DEADLINE_S).run
+    asked = messages.StatusRequest(run_id=run)
+    found = remote.call("status", asked, messages.Overview, deadline=READ_DEADLINE_S).run
     if found is None:
         raise UsageError("there is no run on this target yet", hint="`fab deploy launch`")
     return found

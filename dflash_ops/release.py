@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_ops.agent.manifest import Manifest, ReleasedFile, check_path
+from dflash_ops.agent.messages import Current, InstallRequest, Nothing, Releases, SelectRequest
 from dflash_ops.agent.releases import Deployed
-from dflash_ops.agent.verbs import Current, InstallRequest, Nothing, Releases, SelectRequest
 from dflash_ops.errors import OpsError, UsageError
 from dflash_ops.remote import Remote
 

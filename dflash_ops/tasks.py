@@ -9,7 +9,7 @@ import sys
 
 from dflash_ops import completion, console, hosts, release
 from dflash_ops import launch as launching
-from dflash_ops.agent import verbs
+from dflash_ops.agent import messages
 from dflash_ops.agent.releases import Deployed
 from dflash_ops.agent.stop import StopRequest, StopResult
 from dflash_ops.cli import READ_DEADLINE_S, each, fab_words, operator, say, verb, whole_number
@@ -107,7 +107,7 @@ def rollback(c: TargetContext, to: str = "") -> int:
     """Make the previous release current again; --to ID. A run that is going keeps its own."""
 
     def one(target: Target, remote: Remote) -> int:
-        done = remote.call("rollback", verbs.SelectRequest(to, operator()), Deployed, deadline=READ_DEADLINE_S)
+        done = remote.call("rollback", messages.SelectRequest(to, operator()), Deployed, deadline=READ_DEADLINE_S)
         word = "is current now" if done.changed else "is current already"
         say(c, target, f"release {done.current} {word}; previous is {done.previous or 'none'}")
         return 0
@@ -120,8 +120,8 @@ def clear_cache(c: TargetContext) -> int:
     """Remove the compile caches; refused while a run is going."""
 
     def one(target: Target, remote: Remote) -> int:
-        request = verbs.ClearRequest(operator(), target.legacy_caches)
-        done = remote.call("clear-cache", request, verbs.Cleared, deadline=READ_DEADLINE_S)
+        request = messages.ClearRequest(operator(), target.legacy_caches)
+        done = remote.call("clear-cache", request, messages.Cleared, deadline=READ_DEADLINE_S)
         for line in done.lines or ("nothing to clear",):
             say(c, target, line)
         return 0

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from dflash_ops.agent import files, supervise, verbs, wire
+from dflash_ops.agent import files, records, supervise, verbs, wire
 from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.wire import Answer, Beat, Request
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, OpsError
@@ -82,13 +82,14 @@ def _beat(frames: Frames) -> None:
 
 
 def _answer(verb: str, request: Request, stdin: BinaryIO, frames: Frames) -> Answer:
-    run: Callable[[verbs.Call], dict[str, Any]] | None = verbs.VERBS.get(verb)
+    run: Callable[[verbs.Call], Any] | None = verbs.VERBS.get(verb)
     try:
         if run is None:
             raise AgentFailed(f"the agent has no verb {verb!r}")
         with _deadline(request.deadline_s):
             layout = Layout(Path(request.root).expanduser(), Path(request.workspace).expanduser())
-            return Answer(0, run(verbs.Call(layout, request.params, stdin, request.payload_size, frames)))
+            done = run(verbs.Call(layout, request.params, stdin, request.payload_size, frames))
+            return Answer(0, records.dump(done))
     except OpsError as error:
         return Answer(error.exit_code, error=wire.error_to_json(error))
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from dflash_ops.agent import (
@@ -19,6 +19,7 @@ from dflash_ops.agent import (
     launch,
     launchers,
     lock,
+    messages,
     records,
     releases,
     runs,
@@ -33,9 +34,8 @@ from dflash_ops.agent.gate import GateReport, GateRequest
 from dflash_ops.agent.launch import LaunchRequest
 from dflash_ops.agent.layout import Layout, linked_release
 from dflash_ops.agent.lock import Holder
-from dflash_ops.agent.manifest import Manifest, read_manifest
-from dflash_ops.agent.releases import Deployed, ReleaseInfo
-from dflash_ops.agent.runs import RunStatus
+from dflash_ops.agent.manifest import read_manifest
+from dflash_ops.agent.releases import Deployed
 from dflash_ops.agent.wire import Event, Progress
 from dflash_ops.errors import UsageError
 
@@ -54,116 +54,8 @@ class Call:
         self.emit(Progress(text))
 
 
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """A request without fields."""
-
-
-@dataclass(frozen=True, slots=True)
-class SelectRequest:
-    """Make this release current if it is there. `rollback`: empty means the previous one."""
-
-    release_id: str
-    who: str
-
-
-@dataclass(frozen=True, slots=True)
-class InstallRequest:
-    manifest: Manifest
-    who: str
-
-
-@dataclass(frozen=True, slots=True)
-class Current:
-    """The release in use, with what it consists of; empty where nothing is deployed."""
-
-    release_id: str | None
-    manifest: Manifest | None
-
-
-@dataclass(frozen=True, slots=True)
-class Releases:
-    releases: tuple[ReleaseInfo, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StatusRequest:
-    """Which run: by id, by the launch's nonce, or the newest."""
-
-    run_id: str = ""
-    nonce: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """What `fab status` shows."""
-
-    run: RunStatus | None
-    release: str | None
-    holder: Holder | None
-    """Who holds the launch lock right now; None where it is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunsRequest:
-    limit: int = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    runs: tuple[RunStatus, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GpuReport:
-    """What `fab gpus` shows."""
-
-    status: str
-    lines: tuple[str, ...]
-    notes: tuple[str, ...]
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeRequest:
-    """What to look at on the machine below a container. The verdict is made in the container, by its gate."""
-
-    samples: int = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """`GpuFacts` as JSON."""
-
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ClearRequest:
-    who: str
-    legacy_caches: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    lines: tuple[str, ...] = field(default=())
-
-
-@dataclass(frozen=True, slots=True)
-class AttachRequest:
-    run_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AttachAnswer:
-    """The command that shows the run on a terminal, and the environment it needs there."""
-
-    run_id: str
-    argv: tuple[str, ...]
-
-
 def _select(call: Call) -> Deployed:
-    request = records.load(SelectRequest, call.params)
+    request = records.load(messages.SelectRequest, call.params)
     call.layout.create()
     done = releases.select(call.layout, request.release_id)
     if done.changed:
@@ -172,7 +64,7 @@ def _select(call: Call) -> Deployed:
 
 
 def _install(call: Call) -> Deployed:
-    request = records.load(InstallRequest, call.params)
+    request = records.load(messages.InstallRequest, call.params)
     call.layout.create()
     done = releases.install(call.layout, request.manifest, call.payload, call.payload_size, call.say)
     audit.append(call.layout, "deploy", request.who, done.release_id)
@@ -180,21 +72,21 @@ def _install(call: Call) -> Deployed:
 
 
 def _rollback(call: Call) -> Deployed:
-    request = records.load(SelectRequest, call.params)
+    request = records.load(messages.SelectRequest, call.params)
     call.layout.create()
     done = releases.rollback(call.layout, request.release_id)
     audit.append(call.layout, "rollback", request.who, done.release_id)
     return done
 
 
-def _releases(call: Call) -> Releases:
-    return Releases(tuple(releases.listing(call.layout)))
+def _releases(call: Call) -> messages.Releases:
+    return messages.Releases(tuple(releases.listing(call.layout)))
 
 
-def _current(call: Call) -> Current:
+def _current(call: Call) -> messages.Current:
     release_id = linked_release(call.layout.current)
     manifest = read_manifest(call.layout.release(release_id)) if release_id else None
-    return Current(release_id, manifest)
+    return messages.Current(release_id, manifest)
 
 
 def _launch(call: Call) -> launch.LaunchResult:
@@ -205,15 +97,15 @@ def _launch(call: Call) -> launch.LaunchResult:
     return done
 
 
-def _status(call: Call) -> Overview:
-    request = records.load(StatusRequest, call.params)
+def _status(call: Call) -> messages.Overview:
+    request = records.load(messages.StatusRequest, call.params)
     if request.nonce:
         directories = runs.directories(call.layout)
         found = [record for path in directories if (record := runs.read_run(path)) and record.nonce == request.nonce]
         run = runs.derive(found[0], call.layout.run(found[0].run_id)) if found else None
     else:
         run = runs.find(call.layout, request.run_id)
-    return Overview(run, linked_release(call.layout.current), _holder(call.layout))
+    return messages.Overview(run, linked_release(call.layout.current), _holder(call.layout))
 
 
 def _holder(layout: Layout) -> Holder | None:
@@ -226,14 +118,14 @@ def _holder(layout: Layout) -> Holder | None:
     return None
 
 
-def _runs(call: Call) -> Runs:
-    request = records.load(RunsRequest, call.params)
+def _runs(call: Call) -> messages.Runs:
+    request = records.load(messages.RunsRequest, call.params)
     found = []
     for status in runs.statuses(call.layout):
         found.append(status)
         if len(found) >= request.limit:
             break
-    return Runs(tuple(found))
+    return messages.Runs(tuple(found))
 
 
 def _follow(call: Call) -> following.FollowEnd:
@@ -253,19 +145,21 @@ def _preflight(call: Call) -> GateReport:
     return gate.inspect(call.layout, records.load(GateRequest, call.params))
 
 
-def _gpus(call: Call) -> GpuReport:
+def _gpus(call: Call) -> messages.GpuReport:
     request = records.load(GateRequest, call.params)
     facts = gpus.probe(request.where, samples=request.samples)
     verdict = gate.judge(facts, request)
-    return GpuReport(verdict.status.value, verdict.lines, verdict.notes, facts.to_json())
+    return messages.GpuReport(verdict.status.value, verdict.lines, verdict.notes, facts.to_json())
 
 
 def _evidence(call: Call) -> evidence.EvidenceAnswer:
     return evidence.collect(call.layout, records.load(evidence.EvidenceRequest, call.params))
 
 
-def _probe_host(call: Call) -> Probed:
-    return Probed(gpus.probe("host", samples=records.load(ProbeRequest, call.params).samples).to_json())
+def _probe_host(call: Call) -> messages.Probed:
+    return messages.Probed(
+        gpus.probe("host", samples=records.load(messages.ProbeRequest, call.params).samples).to_json()
+    )
 
 
 def _prune(call: Call) -> pruning.PrunePlan:
@@ -318,8 +212,8 @@ def _fetch(call: Call) -> fetching.FetchEnd:
     return fetching.fetch(call.layout, records.load(fetching.FetchRequest, call.params), call.emit)
 
 
-def _clear_cache(call: Call) -> Cleared:
-    request = records.load(ClearRequest, call.params)
+def _clear_cache(call: Call) -> messages.Cleared:
+    request = records.load(messages.ClearRequest, call.params)
     call.layout.create()
     descriptor = lock.acquire(call.layout, "clear-cache", "", request.who)
     try:
@@ -328,11 +222,11 @@ def _clear_cache(call: Call) -> Cleared:
     finally:
         os.close(descriptor)
     audit.append(call.layout, "clear-cache", request.who, "; ".join(lines))
-    return Cleared(tuple(lines))
+    return messages.Cleared(tuple(lines))
 
 
-def _attach(call: Call) -> AttachAnswer:
-    request = records.load(AttachRequest, call.params)
+def _attach(call: Call) -> messages.AttachAnswer:
+    request = records.load(messages.AttachRequest, call.params)
     status = runs.find(call.layout, request.run_id) if request.run_id else runs.live_run(call.layout)
     if status is None or not status.live:
         raise UsageError(
@@ -343,38 +237,34 @@ def _attach(call: Call) -> AttachAnswer:
             f"run {status.run_id} was started with {status.launcher}: there is no terminal to attach to",
             hint="`fab tail-log` follows it",
         )
-    return AttachAnswer(status.run_id, launchers.attach_argv(call.layout, status.session))
+    return messages.AttachAnswer(status.run_id, launchers.attach_argv(call.layout, status.session))
 
 
-def _as_json(verb: Callable[[Call], Any]) -> Callable[[Call], dict[str, Any]]:
-    return lambda call: records.dump(verb(call))
-
-
-VERBS: dict[str, Callable[[Call], dict[str, Any]]] = {
-    "select": _as_json(_select),
-    "install": _as_json(_install),
-    "rollback": _as_json(_rollback),
-    "releases": _as_json(_releases),
-    "current": _as_json(_current),
-    "launch": _as_json(_launch),
-    "status": _as_json(_status),
-    "runs": _as_json(_runs),
-    "follow": _as_json(_follow),
-    "stop": _as_json(_stop),
-    "preflight": _as_json(_preflight),
-    "gpus": _as_json(_gpus),
-    "evidence": _as_json(_evidence),
-    "probe-host": _as_json(_probe_host),
-    "prune": _as_json(_prune),
-    "tensorboard": _as_json(_tensorboard),
-    "http": _as_json(_http),
-    "provision": _as_json(_provision),
-    "wheel": _as_json(_wheel),
-    "doctor": _as_json(_doctor),
-    "doctor-host": _as_json(_doctor_host),
-    "watch": _as_json(_watch),
-    "files": _as_json(_files),
-    "fetch": _as_json(_fetch),
-    "clear-cache": _as_json(_clear_cache),
-    "attach": _as_json(_attach),
+VERBS: dict[str, Callable[[Call], Any]] = {
+    "select": _select,
+    "install": _install,
+    "rollback": _rollback,
+    "releases": _releases,
+    "current": _current,
+    "launch": _launch,
+    "status": _status,
+    "runs": _runs,
+    "follow": _follow,
+    "stop": _stop,
+    "preflight": _preflight,
+    "gpus": _gpus,
+    "evidence": _evidence,
+    "probe-host": _probe_host,
+    "prune": _prune,
+    "tensorboard": _tensorboard,
+    "http": _http,
+    "provision": _provision,
+    "wheel": _wheel,
+    "doctor": _doctor,
+    "doctor-host": _doctor_host,
+    "watch": _watch,
+    "files": _files,
+    "fetch": _fetch,
+    "clear-cache": _clear_cache,
+    "attach": _attach,
 }

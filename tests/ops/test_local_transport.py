@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_ops.agent import wire
-from dflash_ops.agent.verbs import Nothing, Overview, Releases, RunsRequest, StatusRequest
+from dflash_ops.agent.messages import Nothing, Overview, Releases, RunsRequest, StatusRequest
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, UsageError
 from dflash_ops.remote import Place, Remote
 from dflash_ops.transport.base import chunks, render
@@ -159,8 +159,8 @@ class TestRemote:
     def test_the_agents_own_deadline_answers_in_a_frame(self, lab: Lab) -> None:
         (lab.root / "agents").mkdir(parents=True)
         from dflash_ops.agent.files import try_lock
+        from dflash_ops.agent.messages import SelectRequest
         from dflash_ops.agent.releases import Deployed
-        from dflash_ops.agent.verbs import SelectRequest
 
         held = try_lock(lab.layout.deploy_lock)  # a deploy that never ends
         assert held is not None

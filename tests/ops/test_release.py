@@ -23,8 +23,8 @@ from dflash_ops import release as releasing
 from dflash_ops.agent import process, releases, retire, runs
 from dflash_ops.agent.layout import Layout, linked_release
 from dflash_ops.agent.manifest import Manifest, ReleasedFile
+from dflash_ops.agent.messages import InstallRequest
 from dflash_ops.agent.runs import RunRecord
-from dflash_ops.agent.verbs import InstallRequest
 from dflash_ops.errors import EnvironmentUnfit, OpsError, SyntaxCheckFailed, UploadCorrupt, UsageError
 from dflash_ops.release import Release
 from tests.ops import standin

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from dflash_ops import connect, hosts
-from dflash_ops.agent import verbs
+from dflash_ops.agent import messages
 from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.runs import RunStatus
 from dflash_ops.remote import Place, Remote
@@ -153,7 +153,7 @@ class Laptop:
         return process
 
     def status(self, remote: Remote) -> RunStatus:
-        found = remote.call("status", verbs.StatusRequest(), verbs.Overview, deadline=30.0).run
+        found = remote.call("status", messages.StatusRequest(), messages.Overview, deadline=30.0).run
         assert found is not None
         return found
 
