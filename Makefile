@@ -37,7 +37,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# As root on Debian. On a GPU machine: python -m trainer bench drafter|threads|peers.
+# As root on Debian. On a GPU machine: python -m trainer bench drafter|target|threads|peers.
 bench: $(STAMP)
 	@tests/sandbox/install.sh
 	$(OFFLINE) $(BIN)/python -m benchmarks.route

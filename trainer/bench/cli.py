@@ -1,4 +1,4 @@
-"""`python -m trainer bench drafter|threads|peers --shape 27b|8b|tiny [--json]`: a line for each result as it comes."""
+"""`python -m trainer bench drafter|target|threads|peers --shape 27b|8b|tiny`: a line for each result as it comes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     """The command line of `trainer bench`."""
     made = argparse.ArgumentParser(prog="trainer bench", description=__doc__)
-    made.add_argument("part", choices=("drafter", "threads", "peers"))
+    made.add_argument("part", choices=("drafter", "target", "threads", "peers"))
     made.add_argument("--shape", choices=("27b", "8b", "tiny"), default="tiny")
     made.add_argument("--documents", type=int, nargs="+", default=[1, 4], help="documents in one packed row")
     made.add_argument("--threads", type=int, nargs="+", default=[1, 4], help="drafter threads on one device")
     made.add_argument("--steps", type=int, default=100, help="steps of each thread (threads)")
-    made.add_argument("--repeats", type=int, default=12, help="timed steps (drafter, peers)")
+    made.add_argument("--repeats", type=int, default=12, help="timed steps or forwards (drafter, target, peers)")
+    made.add_argument("--tokens", type=int, help="tokens of one row (target); default: 8192, tiny 1024")
+    made.add_argument(
+        "--packing",
+        choices=("auto", "row", "documents"),
+        default="auto",
+        help="target.packing (target)",
+    )
     made.add_argument("--peer-folder", type=Path, help="where the peer is, or is to be, installed (peers)")
-    made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel (drafter)")
+    made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel (drafter, target)")
     made.add_argument("--json", action="store_true", help="JSON lines instead of text")
     return made
 
@@ -39,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch_setup.set_environment()
     import torch
 
-    from trainer.bench.measure import matmul_ceiling
-    from trainer.bench.peers import PeerUnavailable
+    from trainer.bench.measure import BenchError, matmul_ceiling
+    from trainer.model.target_models import TargetError
 
     torch_setup.configure_process()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -50,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(head, arguments.json)
     parts: dict[str, Callable[[argparse.Namespace, torch.device, float], Iterator[Any]]] = {
         "drafter": _drafter,
+        "target": _target,
         "threads": _threads,
         "peers": _peers,
     }
@@ -59,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    except PeerUnavailable as error:
+    except (BenchError, TargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -88,6 +96,23 @@ def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float
                     repeats=arguments.repeats,
                     profile=arguments.profile,
                 )
+
+
+def _target(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
+    from trainer.bench.target import bench_target
+
+    for documents in arguments.documents:
+        with torch_setup.thread_rules("target", device):
+            yield bench_target(
+                arguments.shape,
+                documents,
+                tokens=arguments.tokens,
+                packing=arguments.packing,
+                ceiling=ceiling,
+                device=device,
+                repeats=arguments.repeats,
+                profile=arguments.profile,
+            )
 
 
 def _threads(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +108,9 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-KINDS = (
+Kinds = Sequence[tuple[str, tuple[str, ...]]]
+"""(kind, parts of kernel names that tell it), the first match counts."""
+KINDS: Kinds = (
     ("gemm", ("gemm", "nvjet", "cutlass", "cublas", "sm90_xmma", "wgmma")),
     ("flex", ("flex", "flash")),
     ("copies", ("memcpy", "memset", "copy")),
@@ -115,7 +118,7 @@ KINDS = (
 )
 
 
-def kernel_parts(work: Any, rounds: int = 2) -> dict[str, float]:
+def kernel_parts(work: Any, rounds: int = 2, kinds: Kinds = KINDS) -> dict[str, float]:
     """GPU milliseconds of one call by kind of kernel, and the number of launches, from torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -127,7 +130,7 @@ def kernel_parts(work: Any, rounds: int = 2) -> dict[str, float]:
     launches = 0
     for event in profiler.key_averages():
         name = event.key.lower()
-        kind = next((kind for kind, marks in KINDS if any(mark in name for mark in marks)), "other")
+        kind = next((kind for kind, marks in kinds if any(mark in name for mark in marks)), "other")
         totals[kind] += event.self_device_time_total / 1e3 / rounds
         launches += event.count
     return {kind: round(ms, 3) for kind, ms in totals.items()} | {"kernels": launches / rounds}

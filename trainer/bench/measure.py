@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,26 +20,42 @@ class Timing:
     repeats: int
 
 
+class BenchError(RuntimeError):
+    """A benchmark that cannot run here or whose result would be wrong; says what to do."""
+
+
 def time_work(work: Callable[[int], None], device: torch.device, *, repeats: int, warm: int = 2) -> Timing:
     """Time `work(i)` for i = 0..; the index lets it rotate among input sets. Events on a GPU, the clock on a CPU."""
+    return time_alternately([work], device, repeats=repeats, warm=warm)[0]
+
+
+def time_alternately(
+    works: Sequence[Callable[[int], None]], device: torch.device, *, repeats: int, warm: int = 2
+) -> list[Timing]:
+    """Time several pieces of work in turn, so that a machine that slows down slows all of them."""
     for index in range(warm):
-        work(index)
-    times = []
+        for work in works:
+            work(index)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        for index in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            begin.record()
-            work(index)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    else:
-        for index in range(repeats):
-            began = time.perf_counter()
-            work(index)
-            times.append((time.perf_counter() - began) * 1e3)
-    return Timing(statistics.median(times), min(times), max(times), repeats)
+    times: list[list[float]] = [[] for _ in works]
+    for index in range(repeats):
+        for work, found in zip(works, times, strict=True):
+            found.append(_time_once(work, index, device))
+    return [Timing(statistics.median(found), min(found), max(found), repeats) for found in times]
+
+
+def _time_once(work: Callable[[int], None], index: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work(index)
+        return (time.perf_counter() - began) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    begin.record()
+    work(index)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def matmul_ceiling(device: torch.device, size: int = 8192) -> float:

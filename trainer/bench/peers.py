@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.bench.measure import time_work
+from trainer.bench.measure import BenchError, time_work
 from trainer.bench.shapes import SHAPES, BenchShape, model_flops
 
 SPECFORGE = "specforge==0.2.0"
 
 
-class PeerUnavailable(RuntimeError):
+class PeerUnavailable(BenchError):
     """The peer could not be installed or imported; says what to do."""
 
 

@@ -31,7 +31,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 48,
         "max_position_embeddings": 262144,
     },
-    # A body of the same kind that fits beside other work: for trials of the pipeline at speed.
+    # Qwen3-8B, from its public configuration: dense, every layer attends.
+    "8b": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    },
+    # A hybrid like the first that fits beside other work: for trials of the pipeline at speed.
     "1b": {
         "vocab_size": 32768,
         "hidden_size": 1536,
@@ -46,6 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SHAPE_ROPE_THETA = 1e7
+DENSE_ROPE_THETA = 1e6
 
 
 class TargetError(ValueError):
@@ -86,8 +98,8 @@ def _checkpoint(config: TargetConfig) -> Path:
 
 
 def random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
-    """A hybrid of a published shape with random weights, and the tiny tokenizer. Raises TargetError."""
-    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    """A published shape with random weights, and the tiny tokenizer. Raises TargetError."""
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
     name = config.path.removeprefix("shape:")
     if name not in SHAPES:
@@ -99,9 +111,16 @@ def random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
         "mrope_section": [11, 11, 10],
         "mrope_interleaved": True,
     }
-    shape = Qwen3_5TextConfig(**SHAPES[name], rope_parameters=rope, tie_word_embeddings=False)
+    shape: Any
+    build: Any  # unannotated in transformers
+    if "linear_num_key_heads" in SHAPES[name]:
+        shape = Qwen3_5TextConfig(**SHAPES[name], rope_parameters=rope, tie_word_embeddings=False)
+        build = Qwen3_5ForCausalLM._from_config
+    else:
+        plain = {"rope_type": "default", "rope_theta": DENSE_ROPE_THETA}
+        shape = Qwen3Config(**SHAPES[name], rope_parameters=plain, tie_word_embeddings=False)
+        build = Qwen3ForCausalLM._from_config
     _refuse_slow_kernels(config, shape, device)
-    build: Any = Qwen3_5ForCausalLM._from_config  # unannotated in transformers
     # Built on the device itself: 27B parameters never pass through host memory.
     with torch.device(device):
         model: Any = build(shape, dtype=getattr(torch, config.dtype), attn_implementation=register())
