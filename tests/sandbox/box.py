@@ -196,9 +196,10 @@ class Sshd:
             path.unlink(missing_ok=True)
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.home}/host_key"], check=True)
 
-    def known_hosts_line(self) -> str:
+    def known_hosts_line(self, port: int = 0) -> str:
+        """Its key; `port` is where a client meets it, where that is not its own."""
         kind, key, *_ = (self.home / "host_key.pub").read_text().split()
-        return f"[{self.address}]:{self.port} {kind} {key}\n"
+        return f"[{self.address}]:{port or self.port} {kind} {key}\n"
 
     def fingerprint(self) -> str:
         done = subprocess.run(
