@@ -235,6 +235,9 @@ class RunConfig:
     evaluation where the verifier has a device of its own."""
     decode_tokens: int = 64
     """New tokens for each of them."""
+    exchange: Literal["auto", "nccl", "peer"] = "auto"
+    """How drafters on several GPUs add up gradients; `auto`: NCCL where they have these GPUs to themselves, else peer
+    copies. Of no effect elsewhere."""
     tensorboard: bool = True
     """Write the same numbers for TensorBoard, where it is installed."""
     seed: int = 0

@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from trainer.channel import Channel
 from trainer.checkpoint import CheckpointStore, Loaded, Progress, Snapshot
+from trainer.collectives import choose
 from trainer.config import TrainConfig, to_dict
 from trainer.data.batch import HiddenBatch, PackedBatch
 from trainer.foreseen import FORESEEN
@@ -34,7 +35,7 @@ from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
 from trainer.metrics import Checkpoint, End, Eval, GateOpen, Metrics, Warmup
 from trainer.parts import Evaluation, Parts
-from trainer.reduce import InProcessExchange
+from trainer.reduce import Drifted, InProcessExchange
 from trainer.scope import Scope, Stalled
 from trainer.stages.clock import StageClock
 from trainer.stages.drafter import DrafterTrainLoop
@@ -45,7 +46,7 @@ from trainer.summary import SummaryKeeper
 
 EXIT_DONE = 0
 EXIT_ERROR = 1
-TOLD = (Diverged, DataEnded, Stalled, *FORESEEN)
+TOLD = (Diverged, Drifted, DataEnded, Stalled, *FORESEEN)
 """Errors whose message says all; everything else is logged with its traceback."""
 LEAVE_S = 10.0
 """Seconds that the other threads get to end after an error."""
@@ -121,7 +122,11 @@ class Pipeline:
             alarm=alarm,
         )
         exchange = InProcessExchange(
-            drafters, scope=self.scope, deadline_s=stall_s, decide_stop=lambda: self._stop_reason is not None
+            drafters,
+            scope=self.scope,
+            deadline_s=stall_s,
+            decide_stop=lambda: self._stop_reason is not None,
+            how=choose(run.exchange, topology.drafter, (*topology.target, *verifiers)),
         )
         self._leader = RunLeader(
             config,
@@ -175,6 +180,7 @@ class Pipeline:
                 steps=range(first, last),
                 state=resumed.optimizer if resumed else None,
                 leader=self._leader if d == 0 else None,
+                check_every=run.checkpoint_every,
             ).run
         for v, device in enumerate(verifiers):
             self._stages[f"verifier{v}"] = VerifierLoop(

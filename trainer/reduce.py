@@ -1,15 +1,13 @@
-"""Gradient exchange between the drafter replicas of one process.
+"""Gradient exchange between the drafter replicas of one process: who meets when, and what they agree on.
 
 Every replica brings one flat gradient tensor and one small vector of sums (loss numerator, denominator,
-counts). After the exchange all of them hold the same totals, bit for bit: each element is added in the order
-of the ranks, by one thread, and the result is copied to every replica. Replicas that start equal and apply
-equal steps therefore stay equal.
-
-The work is split as in a reduce-scatter: rank r sums slice r of all replicas and writes it back to all, so
-the threads work side by side and no slice is touched by two of them.
+counts). After the exchange all of them hold the same totals, bit for bit, so replicas that start equal and apply
+equal steps stay equal; `agree` makes sure of it at every checkpoint. How the sums are made is
+`trainer.collectives`' business.
 
 A replica without a single valid anchor joins with zeros. A replica that died cancels the scope, which wakes
-the others; one that is merely late runs into the deadline.
+the others; one that is merely late runs into the deadline. All waits here are on one condition, which gives up the
+interpreter lock; nobody waits for a device.
 """
 
 from __future__ import annotations
@@ -22,7 +20,12 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer.collectives import How, NcclSum, PeerSum, Seat, record
 from trainer.scope import Cancelled, Scope, Stalled
+
+
+class Drifted(Exception):
+    """The replicas no longer hold the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,10 @@ class Round:
 class GradientExchange(Protocol):
     """Sum gradients over replicas; called once a step by each of them."""
 
+    def rehearse(self, rank: int, grads: torch.Tensor, stats: torch.Tensor) -> None:
+        """Inside the rank's turn at the gate: what the first exchange would set up is set up with the last rank's."""
+        ...
+
     def reduce(self, rank: int, grads: torch.Tensor, stats: torch.Tensor, note: Any = None) -> Round:
         """Replace `grads` and `stats` by their sums over all ranks.
 
@@ -46,23 +53,13 @@ class GradientExchange(Protocol):
         """
         ...
 
-
-@dataclass(slots=True)
-class _Seat:
-    """What one rank brings to the current round."""
-
-    tensors: tuple[torch.Tensor, ...]
-    note: Any
-    ready: torch.cuda.Event | None
+    def agree(self, rank: int, fingerprint: int, step: int) -> None:
+        """Called by all ranks after the same step. Raises Drifted unless all bring the same fingerprint."""
+        ...
 
 
 class InProcessExchange:
-    """The exchange between threads, on CPU and by peer copies between GPUs.
-
-    On GPUs nothing waits for the host: each rank records an event when its gradients are ready, and the
-    summing rank's stream waits for it. A cross-device copy runs on the calling thread's current stream of
-    the source device, so that stream is made to wait as well.
-    """
+    """The exchange between threads, on CPU and between the GPUs of one host."""
 
     def __init__(
         self,
@@ -71,16 +68,19 @@ class InProcessExchange:
         scope: Scope | None = None,
         deadline_s: float = 600.0,
         decide_stop: Callable[[], bool] = lambda: False,
+        how: How = "peer",
     ) -> None:
         self.world = world
         self._deadline_s = deadline_s
         self._decide_stop = decide_stop
+        self._peer = PeerSum()
+        self._nccl = NcclSum() if how == "nccl" else None
         self._condition = threading.Condition()
-        self._seats: dict[int, _Seat] = {}
-        self._summed: dict[int, torch.cuda.Event | None] = {}
+        self._seats: dict[int, Seat] = {}
+        self._summed: dict[int, Any] = {}
         self._round: Round | None = None
         self._number = 0
-        self._leaving = 0
+        self._leaving: set[int] = set()
         self._cancelled = False
         if scope is not None:
             scope.on_cancel(self.cancel)
@@ -91,43 +91,88 @@ class InProcessExchange:
             self._cancelled = True
             self._condition.notify_all()
 
+    def rehearse(self, rank: int, grads: torch.Tensor, stats: torch.Tensor) -> None:
+        """See `GradientExchange.rehearse`. The buffers are zero, and stay so.
+
+        The last rank acts for all, on their streams: they wait at the gate. NCCL builds its communicator, loads its
+        kernels and connects the devices at the first call; beside running targets that could hang (see `choose`).
+        """
+        with self._condition:
+            self._seats[rank] = Seat.of((grads, stats), None)
+            if len(self._seats) < self.world:
+                return
+            seats = [self._seats[r] for r in range(self.world)]
+            self._seats.clear()
+        if self.world == 1 or seats[0].ready is None:
+            return
+        if self._nccl is not None:
+            self._nccl.add(seats)
+        else:
+            self._peer.rehearse(seats)
+        for device in dict.fromkeys(seat.device for seat in seats):
+            torch.cuda.synchronize(device)
+
     def reduce(self, rank: int, grads: torch.Tensor, stats: torch.Tensor, note: Any = None) -> Round:
         """See `GradientExchange.reduce`."""
         deadline = time.monotonic() + self._deadline_s
-        seats, decided = self._arrive(rank, _Seat((grads, stats), note, _record(grads)), deadline)
+        seats, decided = self._arrive(rank, Seat.of((grads, stats), note), deadline)
+        done: Any = None
         if self.world > 1:
-            for index in range(2):
-                _sum_slice(rank, self.world, seats, index)
-        for done in self._finish(rank, _record(grads), deadline):
-            if done is not None:
-                torch.cuda.current_stream(grads.device).wait_event(done)
+            if self._nccl is None:
+                self._peer.add(rank, seats)
+                done = record(grads)
+            elif rank == 0:  # one thread for all devices; any would do
+                done = self._nccl.add(seats)
+        for event in self._finish(rank, done, deadline):
+            if isinstance(event, dict):
+                event = event[grads.device]
+            if event is not None:
+                torch.cuda.current_stream(grads.device).wait_event(event)
         return decided
 
-    def _arrive(self, rank: int, seat: _Seat, deadline: float) -> tuple[list[_Seat], Round]:
+    def agree(self, rank: int, fingerprint: int, step: int) -> None:
+        """See `GradientExchange.agree`."""
+        if self.world == 1:
+            return
+        deadline = time.monotonic() + self._deadline_s
+        seats, _ = self._arrive(rank, Seat((), fingerprint), deadline)
+        self._finish(rank, None, deadline)
+        values = [seat.note for seat in seats]
+        if len(set(values)) > 1:
+            told = ", ".join(f"drafter{r} {value & 0xFFFFFFFFFFFFFFFF:016x}" for r, value in enumerate(values))
+            raise Drifted(
+                f"the drafters no longer hold the same weights after step {step} (checksums: {told}); their gradients "
+                "or updates differed, by a faulty card or an error in the exchange. Nothing was saved from this step: "
+                "look at the cards' ECC counts and the kernel log, then go on from the last checkpoint with "
+                "--resume auto (with run.exchange=peer, to rule out NCCL)"
+            )
+
+    def _arrive(self, rank: int, seat: Seat, deadline: float) -> tuple[list[Seat], Round]:
         with self._condition:
             # A fast rank may come back for the next round before the slow ones have left this one.
-            self._wait(lambda: self._leaving == 0, rank, deadline)
+            self._wait(lambda: not self._leaving, rank, deadline)
             if rank in self._seats:
                 raise ValueError(f"rank {rank} came twice in round {self._number}")
             self._seats[rank] = seat
             if len(self._seats) == self.world:
                 notes = tuple(self._seats[r].note for r in range(self.world))
-                self._round = Round(self._number, self._decide_stop(), notes)
+                stop = bool(seat.tensors) and self._decide_stop()
+                self._round = Round(self._number, stop, notes)
                 self._condition.notify_all()
             self._wait(lambda: self._round is not None, rank, deadline)
             assert self._round is not None
             return [self._seats[r] for r in range(self.world)], self._round
 
-    def _finish(self, rank: int, done: torch.cuda.Event | None, deadline: float) -> Sequence[torch.cuda.Event | None]:
+    def _finish(self, rank: int, done: Any, deadline: float) -> Sequence[Any]:
         with self._condition:
             self._summed[rank] = done
             if len(self._summed) == self.world:
-                self._leaving = self.world
+                self._leaving = set(range(self.world))
                 self._condition.notify_all()
-            self._wait(lambda: self._leaving > 0, rank, deadline)
+            self._wait(lambda: bool(self._leaving), rank, deadline)
             events = [self._summed[r] for r in range(self.world)]
-            self._leaving -= 1
-            if self._leaving == 0:
+            self._leaving.discard(rank)
+            if not self._leaving:
                 self._seats.clear()
                 self._summed.clear()
                 self._round = None
@@ -142,38 +187,9 @@ class InProcessExchange:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 came = self._seats if self._round is None else self._summed
-                missing = [f"drafter{r}" for r in range(self.world) if r not in came]
-                raise Stalled(f"gradient exchange {self._number}: {', '.join(missing)} did not come in time")
+                absent = self._leaving or {r for r in range(self.world) if r not in came}
+                missing = ", ".join(f"drafter{r}" for r in sorted(absent))
+                raise Stalled(f"gradient exchange {self._number}: {missing} did not come in time")
             self._condition.wait(remaining)
         if self._cancelled:
             raise Cancelled("the gradient exchange was cancelled")
-
-
-def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """An event on the calling thread's stream after the work queued so far; None on CPU."""
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
-
-
-def _sum_slice(rank: int, world: int, seats: list[_Seat], index: int) -> None:
-    """Sum slice `rank` of tensor `index` over all seats in rank order, in fp32 or wider, and write it to all."""
-    own = seats[rank].tensors[index]
-    length = own.numel()
-    bounds = slice(length * rank // world, length * (rank + 1) // world)
-    if bounds.start == bounds.stop:
-        return
-    with torch.no_grad():
-        for seat in seats:
-            if seat.ready is not None:
-                device = seat.tensors[index].device
-                torch.cuda.current_stream(device).wait_event(seat.ready)
-                torch.cuda.current_stream(own.device).wait_event(seat.ready)
-        wide = torch.float64 if own.dtype == torch.float64 else torch.float32
-        total = torch.zeros(bounds.stop - bounds.start, dtype=wide, device=own.device)
-        for seat in seats:
-            total += seat.tensors[index].view(-1)[bounds].to(own.device, non_blocking=True)
-        for seat in seats:
-            seat.tensors[index].view(-1)[bounds].copy_(total, non_blocking=True)

@@ -287,6 +287,10 @@ class TrainStep:
         """A copy of every parameter in the working precision, by name."""
         return {name: view.clone() for name, view in self.layout.views(self.optimizer.weights_P).items()}
 
+    def fingerprint(self) -> int:
+        """The sum of the master weights' bit patterns; waits for the device. One pass over them, no copy."""
+        return int(self.optimizer.master_P.view(torch.int32).sum(dtype=torch.int64))
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bit-exact resume of this drafter needs."""
         return self.optimizer.state_dict()

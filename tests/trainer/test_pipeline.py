@@ -157,6 +157,24 @@ class TestEquality:
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in first)
 
+    def test_a_replica_that_drifts_ends_the_run_before_anything_is_saved(self, tmp_path: Path) -> None:
+        """One bit of drafter 1's weights flips after its warm-up; fails without the comparison before a checkpoint."""
+        config = small_config({"topology.drafter": "cpu,cpu,cpu"})
+        real = small_parts(config)
+
+        def flipped(rank: int) -> DrafterStep:
+            made = real.step(rank)
+            assert isinstance(made, TrainStep)
+            if rank == 1:
+                made.optimizer.master_P.view(torch.int32)[5] ^= 1
+            return made
+
+        code, _ = run_small(config, tmp_path, parts=replace(real, step=flipped))
+        assert code == 1
+        (end,) = events(tmp_path, "end")
+        assert "no longer hold the same weights after step 3" in end["error"]
+        assert not list((tmp_path / "checkpoints").glob("step-*"))
+
     def test_a_batch_without_anchors_joins_and_changes_nothing(self, tmp_path: Path) -> None:
         """Drafter 1 never has a valid anchor: two drafters then do what drafter 0 does alone on its batches."""
         config = small_config({"run.max_steps": "3"})

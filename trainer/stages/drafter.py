@@ -56,6 +56,7 @@ class DrafterTrainLoop:
         steps: range,
         state: dict[str, Any] | None,
         leader: Leader | None,
+        check_every: int,
     ) -> None:
         self._rank = rank
         self._make_step = make_step
@@ -69,6 +70,7 @@ class DrafterTrainLoop:
         self._steps = steps
         self._state = state
         self._leader = leader
+        self._check_every = check_every
 
     @property
     def name(self) -> str:
@@ -94,6 +96,7 @@ class DrafterTrainLoop:
             step.load_state_dict(self._state)
             self._state = None  # it may be tens of gigabytes
         step.warm_up()
+        self._exchange.rehearse(self._rank, step.grads, step.stats)
         if self._leader is not None:
             self._leader.ready(step)
         return step
@@ -113,10 +116,19 @@ class DrafterTrainLoop:
             with self._clock.waiting():
                 decided = self._exchange.reduce(self._rank, step.grads, step.stats, consumed)
             step.apply()
+            self._check(number + 1, step, decided)
             if self._leader is not None:
                 self._leader.after_step(number + 1, step, decided)
             if decided.stop:
                 return
+
+    def _check(self, number: int, step: DrafterStep, decided: Round) -> None:
+        """Before a checkpoint, all drafters compare their weights."""
+        due = decided.stop or number == self._steps.stop or number % self._check_every == 0
+        if due and self._drafters > 1:
+            fingerprint = step.fingerprint()
+            with self._clock.waiting():
+                self._exchange.agree(self._rank, fingerprint, number)
 
     def _next(self, index: int) -> HiddenBatch:
         inbox = self._inboxes[index % len(self._inboxes)]
