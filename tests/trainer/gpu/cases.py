@@ -22,10 +22,13 @@ import torch  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 
 from tests.trainer.test_step import FEATURES, make_batch, make_config  # noqa: E402
+from trainer.collectives import How  # noqa: E402
 from trainer.config import TrainConfig  # noqa: E402
 from trainer.data.batch import HiddenBatch  # noqa: E402
 from trainer.model.attention import FlexAttention, layer_layouts  # noqa: E402
 from trainer.model.drafter import Drafter, DrafterShape  # noqa: E402
+from trainer.reduce import InProcessExchange  # noqa: E402
+from trainer.scope import Scope  # noqa: E402
 from trainer.step import StepMetrics, TargetEnds, TrainStep  # noqa: E402
 
 DEVICE = "cuda:0"
@@ -52,7 +55,7 @@ def gpu_config(graphs: str = "step", attention: str = "flex", **optim: float) ->
 GPU_HIDDEN, GPU_VOCAB = 128, 1000
 
 
-def gpu_step(config: TrainConfig) -> TrainStep:
+def gpu_step(config: TrainConfig, device: str = DEVICE) -> TrainStep:
     shape = DrafterShape(
         hidden_size=GPU_HIDDEN, vocab_size=GPU_VOCAB, num_features=FEATURES, rope_theta=1e4, config=config.drafter
     )
@@ -60,10 +63,10 @@ def gpu_step(config: TrainConfig) -> TrainStep:
     ends = TargetEnds(
         *(torch.randn(GPU_VOCAB, GPU_HIDDEN, generator=generator) * 0.2 for _ in range(2)), mask_token_id=GPU_VOCAB - 1
     )
-    return TrainStep(config, Drafter(shape), ends, DEVICE)
+    return TrainStep(config, Drafter(shape), ends, device)
 
 
-def gpu_batch(config: TrainConfig, index: int) -> HiddenBatch:
+def gpu_batch(config: TrainConfig, index: int, device: str = DEVICE) -> HiddenBatch:
     """As `make_batch`, with longer documents: the small one's, stretched."""
     batch = make_batch(config, index)
     packed = batch.packed
@@ -96,7 +99,7 @@ def gpu_batch(config: TrainConfig, index: int) -> HiddenBatch:
         tokens=bounds[-1],
     )
     hidden = torch.randn(tokens, FEATURES * GPU_HIDDEN, generator=generator)
-    return HiddenBatch(packed=packed, hidden_TKH=hidden.to(DEVICE, torch.bfloat16))
+    return HiddenBatch(packed=packed, hidden_TKH=hidden.to(device, getattr(torch, config.target.dtype)))
 
 
 def train(step: TrainStep, batches: list[HiddenBatch]) -> list[StepMetrics]:
@@ -129,9 +132,9 @@ def in_threads(functions: dict[str, Callable[[], Any]], deadline_s: float = 240.
     return results
 
 
-def as_drafter(function: Callable[[], Any]) -> Callable[[], Any]:
+def as_drafter(function: Callable[[], Any], device: str = DEVICE) -> Callable[[], Any]:
     def run() -> Any:
-        with torch_setup.thread_rules("drafter", DEVICE):
+        with torch_setup.thread_rules("drafter", device):
             return function()
 
     return run
@@ -497,6 +500,139 @@ def hidden_states_cross_devices() -> None:
 def a_hand_off_without_its_event_is_noticed() -> None:
     """So that the case above is known to be able to fail."""
     assert wrong_values_after_hand_offs(waits=False) > 0
+
+
+def every_device() -> list[str]:
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+
+
+def in_drafters(devices: list[str], life: Callable[[int], Any], scope: Scope) -> list[Any]:
+    """`life(rank)` on a drafter thread of each device; all results, or the first error that is not an echo."""
+
+    def guarded(rank: int) -> Callable[[], Any]:
+        def run() -> Any:
+            try:
+                return life(rank)
+            except BaseException as error:
+                scope.fail(f"drafter{rank}", error)
+                raise
+
+        return as_drafter(run, devices[rank])
+
+    results = in_threads({f"drafter{rank}": guarded(rank) for rank in range(len(devices))})
+    if scope.error is not None:
+        raise scope.error
+    return [results[f"drafter{rank}"] for rank in range(len(devices))]
+
+
+def wrong_sums(how: How, devices: list[str], *, rounds: int = 60, length: int = 3_000_017) -> int:
+    """Exchanges on busy streams beside memory that is filled and dropped; how many sums are wrong on any device."""
+    scope = Scope()
+    exchange = InProcessExchange(len(devices), scope=scope, deadline_s=60.0, how=how)
+    turn, ready = threading.Lock(), threading.Barrier(len(devices))
+    world = len(devices)
+
+    def life(rank: int) -> int:
+        device = devices[rank]
+        with turn:
+            grads = torch.zeros(length, dtype=torch.bfloat16, device=device)
+            stats = torch.zeros(7, device=device)
+            exchange.rehearse(rank, grads, stats)
+            spin = torch.randn(1024, 1024, device=device)
+            wrong = torch.zeros((), dtype=torch.int64, device=device)
+        ready.wait(60)
+        for index in range(rounds):
+            # Small whole numbers: their sums are exact in bf16, in any order.
+            grads.fill_(float((index + rank) % 11))
+            grads[: length // 2] *= 2
+            stats.fill_(float(rank + 1))
+            for _ in range(2 + 3 * ((index + rank) % 2) if device != "cpu" else 0):
+                spin = (spin @ spin).clamp(-1, 1)
+            exchange.reduce(rank, grads, stats)
+            poison = [torch.full((length,), -1.0, dtype=torch.bfloat16, device=device) for _ in range(3)]
+            total = float(sum((index + r) % 11 for r in range(world)))
+            wrong += (grads[length // 2 :] != total).sum() + (grads[: length // 2] != 2 * total).sum()
+            wrong += (stats != world * (world + 1) / 2).sum()
+            del poison
+        return int(wrong)
+
+    return sum(in_drafters(devices, life, scope))
+
+
+def exchange_on_one_device() -> None:
+    assert wrong_sums("peer", [DEVICE] * 3) == 0
+
+
+def peer_exchange_over_devices() -> None:
+    assert wrong_sums("peer", every_device()) == 0
+    assert wrong_sums("peer", [*every_device(), DEVICE]) == 0
+
+
+def nccl_exchange_over_devices() -> None:
+    assert wrong_sums("nccl", every_device()) == 0
+    assert wrong_sums("nccl", [*every_device(), DEVICE]) == 0
+
+
+def train_replicas(how: How, devices: list[str], config: TrainConfig, steps: int) -> None:
+    """Replicas with the exchange between their two graphs end with equal bits, and do what one drafter with as many
+    micro-steps does, to bf16 rounding."""
+    scope = Scope()
+    world = len(devices)
+    exchange = InProcessExchange(world, scope=scope, deadline_s=120.0, how=how)
+    turn, together = threading.Lock(), threading.Barrier(world)
+
+    def life(rank: int) -> tuple[list[StepMetrics], int]:
+        device = devices[rank]
+        with turn:
+            step = gpu_step(config, device)
+            step.warm_up()
+            exchange.rehearse(rank, step.grads, step.stats)
+            batches = [gpu_batch(config, index * world + rank, device) for index in range(4)]
+        together.wait(240)
+        metrics = []
+        for index in range(steps):
+            step.load(batches[index % 4])
+            step.accumulate()
+            exchange.reduce(rank, step.grads, step.stats)
+            step.apply()
+            metrics.append(step.metrics())
+        exchange.agree(rank, step.fingerprint(), steps)
+        return metrics, step.fingerprint()
+
+    results = in_drafters(devices, life, scope)
+    assert len({fingerprint for _, fingerprint in results}) == 1
+    assert all(metrics == results[0][0] for metrics, _ in results)
+
+    alone = replace(config, optim=replace(config.optim, micro_steps=world))
+
+    def one_big_batch() -> list[StepMetrics]:
+        step = gpu_step(alone, devices[0])
+        step.warm_up()
+        batches = [gpu_batch(config, index, devices[0]) for index in range(4 * world)]
+        metrics = []
+        for index in range(steps):
+            for rank in range(world):
+                step.load(batches[index % 4 * world + rank])
+                step.accumulate()
+            step.apply()
+            metrics.append(step.metrics())
+        return metrics
+
+    (reference,) = in_drafters(devices[:1], lambda rank: one_big_batch(), Scope())
+    for mine, other in zip(results[0][0], reference, strict=True):
+        assert (mine.tokens, mine.blocks) == (other.tokens, other.blocks)
+        assert abs(mine.loss - other.loss) < 0.02 * abs(other.loss)
+    first, other = results[0][0][0], reference[0]
+    print("first step", first.loss, other.loss, first.grad_norm, other.grad_norm)
+    assert abs(first.grad_norm - other.grad_norm) < 0.02 * other.grad_norm
+
+
+def replicas_by_peer_copies() -> None:
+    train_replicas("peer", every_device(), gpu_config(), 30)
+
+
+def replicas_by_nccl() -> None:
+    train_replicas("nccl", every_device(), gpu_config(), 30)
 
 
 if __name__ == "__main__":

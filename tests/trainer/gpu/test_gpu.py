@@ -30,26 +30,34 @@ def run_case(name: str, limit_s: float = 240.0, **environment: str) -> subproces
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tables_in_a_graph_equal_tables_on_the_cpu",
-        "flex_equals_the_oracle",
-        "captured_equals_uncaptured",
-        "two_drafters_through_the_gate",
-        "first_calls_through_a_gate",
-        "steady_step_never_waits_for_the_device",
-        "memory_is_flat",
-        "replay_from_another_thread_is_refused",
-        "capture_on_the_default_stream_is_refused",
-        "dense_fallback_is_refused",
-        "a_new_shape_after_the_gate_is_refused",
-        "warming_without_gradients_is_caught",
-        "compiler_graphs",
-        "hidden_states_survive_the_hand_off",
-        "a_hand_off_without_its_event_is_noticed",
-    ],
-)
+ON_ONE_DEVICE = [
+    "tables_in_a_graph_equal_tables_on_the_cpu",
+    "flex_equals_the_oracle",
+    "captured_equals_uncaptured",
+    "two_drafters_through_the_gate",
+    "first_calls_through_a_gate",
+    "steady_step_never_waits_for_the_device",
+    "memory_is_flat",
+    "replay_from_another_thread_is_refused",
+    "capture_on_the_default_stream_is_refused",
+    "dense_fallback_is_refused",
+    "a_new_shape_after_the_gate_is_refused",
+    "warming_without_gradients_is_caught",
+    "compiler_graphs",
+    "hidden_states_survive_the_hand_off",
+    "a_hand_off_without_its_event_is_noticed",
+    "exchange_on_one_device",
+]
+OVER_DEVICES = [
+    "hidden_states_cross_devices",
+    "peer_exchange_over_devices",
+    "nccl_exchange_over_devices",
+    "replicas_by_peer_copies",
+    "replicas_by_nccl",
+]
+
+
+@pytest.mark.parametrize("name", ON_ONE_DEVICE)
 def test_case(name: str) -> None:
     done = run_case(name)
     print(done.stdout[-4000:])
@@ -57,9 +65,10 @@ def test_case(name: str) -> None:
     assert done.stdout.rstrip().endswith("ok")
 
 
+@pytest.mark.parametrize("name", OVER_DEVICES)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_hidden_states_cross_devices() -> None:
-    done = run_case("hidden_states_cross_devices")
+def test_case_over_devices(name: str) -> None:
+    done = run_case(name)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
