@@ -14,7 +14,7 @@ from dflash_ops.console import harmless
 from dflash_ops.watch import UNREACHABLE, View
 
 WIDTH = 80
-CARDS = 10
+CARDS = 9
 BARS = "▁▂▃▄▅▆▇█"
 GOOD = frozenset({"starting", "warming", "training", "finishing", "finished"})
 
@@ -85,6 +85,8 @@ def _numbers(shot: Snapshot, history: History, width: int) -> Iterable[str]:
     yield f"tokens/s {_value(numbers.context_tokens_per_s, 0):>9}  {spark(history.rate):<24}  {share}"
     yield "waiting  " + (_pairs((name, f"{value:.0f}") for name, value in numbers.queues.items()) or "-")
     yield from _wrapped("busy     ", [f"{name} {value:.0%}" for name, value in numbers.utilization.items()], width)
+    if numbers.balance is not None:
+        yield harmless(f"balance  {numbers.balance}")
     saved = "no checkpoint yet"
     if numbers.checkpoint_time is not None:
         saved = f"step {numbers.checkpoint_step}, {span(shot.time - numbers.checkpoint_time)} ago"

@@ -91,4 +91,7 @@ def _facts(target: str, run: RunStatus, events: tuple[Event, ...]) -> tuple[tupl
             facts += [("note", str(note)) for note in said["notes"]]
         if said.get("resumed_from"):
             facts.append(("resumed from", str(said["resumed_from"])))
+    balance = next((event.values.get("text") for event in reversed(events) if event.kind == "balance"), None)
+    if balance is not None:
+        facts.append(("balance", str(balance)))
     return tuple(facts)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from trainer.balance import BalanceWatch, stages_of
 from trainer.channel import Channel
 from trainer.checkpoint import Progress, Snapshot, copy_to_cpu
 from trainer.config import TrainConfig
@@ -60,6 +61,9 @@ class RunLeader:
         self._check_steady = check_steady
         self._save_now = save_now
         self._last_saved = last_saved
+        self._balance = BalanceWatch(stages_of(config.topology), log_every=config.run.log_every)
+        self._utilization = dict.fromkeys(clocks, 0.0)
+        self._logged = progress.step
         self._first: WeightSnapshot | None = None
         self._began = self._window_began = time.monotonic()
         self._tokens = progress.tokens
@@ -81,7 +85,7 @@ class RunLeader:
         self._began = self._window_began = time.monotonic()
         self._first = None
         for clock in self._clocks.values():
-            clock.utilization()
+            clock.read()
 
     def after_step(self, number: int, step: DrafterStep, decided: Round) -> None:
         """Log, publish and save what is due after optimizer step `number` (1-based)."""
@@ -102,7 +106,7 @@ class RunLeader:
                 self._diverged(number, step, numbers, consumed[-1].cursor)
             if log:
                 self._check_steady()
-                self._log(number, numbers, consumed[-1].cursor)
+                self._log(number, numbers, consumed[-1].cursor, last=last)
         if decided.stop:
             self._box.cancel()  # a stop has seconds, an evaluation may need minutes
         elif save or number % run.eval_every == 0:
@@ -113,10 +117,13 @@ class RunLeader:
         if last:
             self._saves.close()
 
-    def _log(self, number: int, numbers: StepNumbers, cursor: dict[str, Any]) -> None:
+    def _log(self, number: int, numbers: StepNumbers, cursor: dict[str, Any], *, last: bool) -> None:
         now = time.monotonic()
         elapsed = max(now - self._window_began, 1e-9)
         since_open = max(now - self._began, 1e-9)
+        times = {name: clock.read() for name, clock in self._clocks.items()}
+        # A stage that reached no mark since the last step is where it was.
+        self._utilization |= {name: round(t.share(t.busy), 4) for name, t in times.items() if t.elapsed > 0}
         block = self._config.drafter.block_size
         self._keeper.update(
             steps=number,
@@ -143,9 +150,14 @@ class RunLeader:
                 memory_gb=memory_gb(),
                 queues={name: len(queue) for name, queue in self._queues.items()},
                 skipped_updates=number - numbers.step,
-                utilization={name: round(clock.utilization(), 4) for name, clock in self._clocks.items()},
+                utilization=dict(self._utilization),
             )
         )
+        self._balance.add(number - self._logged, times)
+        self._logged = number
+        if balance := self._balance.due(number, last=last):
+            self._keeper.update(balance=balance.text)
+            self._emit(balance)
         self._window_began, self._window_tokens, self._window_blocks = now, 0, 0
 
     def _diverged(self, number: int, step: DrafterStep, numbers: StepNumbers, cursor: dict[str, Any]) -> NoReturn:

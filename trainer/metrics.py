@@ -77,7 +77,7 @@ class Step:
     queues: dict[str, int]
     """Items waiting in each channel."""
     utilization: dict[str, float]
-    """Share of the time in which each stage did not wait for another."""
+    """Share of the time in which each stage worked; of a stage on a GPU, its device on this stage's stream."""
     skipped_updates: int = 0
     """Steps so far that left the weights alone: no label in any batch, or a gradient that was not finite."""
 
@@ -97,6 +97,33 @@ class Eval:
     """The same from true speculative decoding of held-out prompts, where it was done."""
     decode_by_position: list[float] | None = None
     decode_rounds: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """Where the stages' time went since the last such event; see `trainer.balance`."""
+
+    event: ClassVar[str] = "balance"
+    step: int
+    steps: int
+    """Optimizer steps that it covers."""
+    bottleneck: str
+    """`data`, `target`, `drafter`, `exchange`, `device` (one that targets and drafters share) or `verifier` (one that
+    works on the slowest stage's device)."""
+    text: str
+    """All of it in one line."""
+    seconds_per_batch: dict[str, float]
+    """Seconds that one device of a kind spends on one batch that is trained on: data, target, drafter."""
+    shares: dict[str, dict[str, float]]
+    """Of each stage's time: busy, waiting for input, for output space, for the exchange, other."""
+    targets: int
+    """Devices of the targets; `drafters` likewise."""
+    drafters: int
+    best_targets: int | None
+    """The split of the same GPUs that would pass most batches; None where there is none to advise."""
+    best_drafters: int | None
+    gain: float | None
+    """How many times as fast as the present split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +151,7 @@ class End:
     summary: dict[str, Any] | None = None
 
 
-Event = Start | Warmup | GateOpen | Step | Eval | Checkpoint | End
+Event = Start | Warmup | GateOpen | Step | Eval | Balance | Checkpoint | End
 
 
 class _Board(Protocol):
@@ -236,6 +263,8 @@ def human(event: Event) -> list[str]:
                     f"{shares} ({event.decode_rounds} rounds)"
                 )
             return lines
+        case Balance():
+            return [f"balance   step {event.step}: {event.text}"]
         case Checkpoint():
             return [f"saved     step {event.step}: {event.path} ({event.seconds:.1f} s)"]
         case End():

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from trainer.balance import stages_of
 from trainer.channel import Channel
 from trainer.checkpoint import CheckpointStore, Loaded, Progress, Snapshot
 from trainer.collectives import choose
@@ -105,15 +106,9 @@ class Pipeline:
             for t in range(targets)
         ]
         self._saves: Channel[Snapshot] = Channel(1, name="checkpoints", scope=self.scope)
-        names = [
-            "prefetcher",
-            *(f"target{t}" for t in range(targets)),
-            *(f"drafter{d}" for d in range(drafters)),
-            *(f"verifier{v}" for v in range(len(verifiers))),
-        ]
-        clocks = {name: StageClock() for name in names}
+        clocks = {stage.name: StageClock(stage.device) for stage in stages_of(topology)}
         self._gate = Gate(
-            [name for name in names if name.startswith(("drafter", "verifier"))],
+            [name for name in clocks if name.startswith(("drafter", "verifier"))],
             deadline_s=run.gate_deadline_s,
             on_overdue=self._leave_overdue,
             on_ready=self._warmed,

@@ -25,6 +25,8 @@ class Summary:
     decode_accept_len: float | None = None
     """Tokens a target forward yields in true speculative decoding with the last weights."""
     checkpoint: str | None = None
+    balance: str | None = None
+    """The last word on which stage holds the run up."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Documents left out so far, by reason; one that is read in two epochs counts twice."""
 
@@ -37,6 +39,7 @@ class Summary:
             f"loss                  {_arrow(self.loss_first, self.loss_last, '.4f')}",
             f"held-out acceptance   {_arrow(self.accept_len_first, self.accept_len_last, '.3f')}{self._ratio()}",
             f"truly decoded         {_arrow(None, self.decode_accept_len, '.3f')} tokens a target forward",
+            f"balance               {self.balance or 'too few steps to tell'}",
             f"checkpoint            {self.checkpoint or 'none was due'}",
             f"documents left out    {', '.join(f'{n} {reason}' for reason, n in self.skipped.items()) or 'none'}",
         ]

@@ -52,6 +52,8 @@ class Numbers:
     grad_norm: float | None = None
     queues: dict[str, float] = field(default_factory=dict)
     utilization: dict[str, float] = field(default_factory=dict)
+    balance: str | None = None
+    """The trainer's last word on which stage holds the run up."""
     warmed: tuple[str, ...] = ()
     """Threads that have passed the gate."""
     gate_open: bool = False
@@ -111,6 +113,7 @@ def numbers(events: tuple[Event, ...]) -> Numbers:
     last = steps[-1] if steps else None
     evaluated = next((event for event in reversed(events) if event.kind == "eval"), None)
     saved = next((event for event in reversed(events) if event.kind == "checkpoint"), None)
+    balance = next((event.values.get("text") for event in reversed(events) if event.kind == "balance"), None)
     rates = [rate for event in steps if (rate := event.number("context_tokens_per_s")) is not None]
     most = last.number("max_steps") if last else None
     return Numbers(
@@ -126,6 +129,7 @@ def numbers(events: tuple[Event, ...]) -> Numbers:
         grad_norm=last.number("grad_norm") if last else None,
         queues=last.numbers("queues") if last else {},
         utilization=last.numbers("utilization") if last else {},
+        balance=balance if isinstance(balance, str) else None,
         warmed=tuple(str(event.values.get("thread", "?")) for event in events if event.kind == "warmup"),
         gate_open=bool(steps) or any(event.kind == "gate_open" for event in events),
         checkpoint_step=saved.step if saved else None,

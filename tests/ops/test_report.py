@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_ops.agent.runs import RunStatus
 from dflash_ops.events import Event
+from dflash_ops.pages import _facts
 from dflash_ops.report import MAX_POINTS, RunPage, charts, render, thin
 
 T0 = 1_764_380_000.0
@@ -108,6 +110,13 @@ def test_hostile_text_stays_text() -> None:
 def test_secrets_do_not_reach_the_page() -> None:
     text = render(page(log_tail="HF_TOKEN=Zq9vK3bW7xT1mN5pL8cR", facts=(("url", "https://u:Zq9vK3bW7xT1mN5pL8cR@h"),)))
     assert "Zq9vK3bW7xT1mN5pL8cR" not in text
+
+
+def test_the_last_word_on_the_balance_is_a_fact() -> None:
+    run = RunStatus("r", "training", "step 4, 1 s ago", "threadwarm", "5f0c", 0.0, "/d", "/d/log", "tmux", "s")
+    said = [Event("balance", T0 + n, {"step": n, "text": f"word {n}"}) for n in range(2)]
+    assert ("balance", "word 1") in _facts("ct200", run, tuple(said))
+    assert "balance" not in dict(_facts("ct200", run, ()))
 
 
 def test_a_run_without_steps_still_has_a_page() -> None:

@@ -52,6 +52,7 @@ def busy_view(cards: int = 8) -> View:
         grad_norm=0.45,
         queues={"batches": 2.0, "hidden-0": 1.0, "hidden-1": 2.0},
         utilization={f"{role}-{n}": 0.97 for role in ("target", "drafter", "verifier") for n in range(4)},
+        balance="targets are the slowest stage; 3 targets + 1 drafter on these 4 GPUs would give 3.00 x (a batch takes",
         gate_open=True,
         checkpoint_step=4000,
         checkpoint_time=880.0,
@@ -81,6 +82,7 @@ def test_80_by_24_holds_all_of_it(cards: int) -> None:
         assert shown in text
     assert "batches 2" in text
     assert "target-0 97%" in text
+    assert "balance  targets are the slowest stage; 3 targets + 1 drafter" in text
     assert "120 s ago" in text or "2 min ago" in text
     assert "812 GiB free" in text
     assert ("98 %" in text and "689 W" in text and "71 °C" in text) == (cards > 0)

@@ -84,6 +84,22 @@ class TestARun:
         assert saved[int(best.resolve().name.removeprefix("step-"))] == max(saved.values())
 
 
+def test_the_run_says_which_stage_holds_it_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In metrics.jsonl, in the log and in the summary; not before there is enough to go by."""
+    config = small_config({"run.max_steps": "30", "run.eval_every": "99", "run.checkpoint_every": "99"})
+    code, _ = run_small(config, tmp_path)
+    assert code == 0
+    (found,) = events(tmp_path, "balance")
+    assert (found["step"], found["steps"]) == (25, 20)
+    assert found["bottleneck"] in ("device", "data")  # everything shares the CPU
+    assert found["best_targets"] is None
+    assert all(seconds > 0 for seconds in found["seconds_per_batch"].values())
+    for shares in found["shares"].values():
+        assert sum(shares.values()) == pytest.approx(1.0, abs=1e-3)
+    assert events(tmp_path, "end")[0]["summary"]["balance"] == found["text"]
+    assert f"balance   step 25: {found['text']}" in capfd.readouterr().out
+
+
 class TestEquality:
     """However many drafters and targets share the work, the step is that of one big batch."""
 

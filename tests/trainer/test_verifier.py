@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from trainer.channel import Closed
 from trainer.scope import Cancelled, Scope
-from trainer.stages.clock import StageClock
 from trainer.stages.verifier import SnapshotBox, WeightSnapshot
 
 WAIT_S = 30.0
@@ -81,33 +78,3 @@ class TestSnapshotBox:
         scope.cancel()
         assert scope.wait(WAIT_S)
         assert outcome == ["cancelled"]
-
-
-class TestStageClock:
-    def test_shares_lie_between_none_and_all(self) -> None:
-        clock = StageClock()
-        assert 0.0 <= clock.utilization() <= 1.0
-        with clock.waiting():
-            assert 0.0 <= clock.utilization() <= 1.0
-
-    def test_a_stage_that_only_waits_is_not_busy(self) -> None:
-        """A wait that spans several windows counts in each; fails when only finished waits are added."""
-        clock = StageClock()
-        release = threading.Event()
-        inside = threading.Event()
-
-        def stage() -> None:
-            with clock.waiting():
-                inside.set()
-                release.wait(WAIT_S)
-
-        thread = threading.Thread(target=stage, daemon=True)
-        thread.start()
-        assert inside.wait(WAIT_S)
-        clock.utilization()
-        threading.Event().wait(0.05)
-        assert clock.utilization() < 0.5
-        threading.Event().wait(0.05)
-        assert clock.utilization() < 0.5
-        release.set()
-        thread.join(WAIT_S)

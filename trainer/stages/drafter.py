@@ -83,8 +83,9 @@ class DrafterTrainLoop:
                 with self._gate.turn(self.name):
                     life.enter_context(self._rules())
                     step = self._warm_step()
-                with self._clock.waiting():
+                with self._clock.state("input"):
                     self._gate.wait_open()
+                self._clock.follow_device()
                 self._train(step)
         finally:
             for inbox in self._inboxes:
@@ -110,12 +111,14 @@ class DrafterTrainLoop:
                 index += self._drafters
                 tokens += batch.packed.tokens
                 blocks += int(batch.packed.keep_N.sum())  # a CPU tensor: no device is waited for
-                step.load(batch)
-                step.accumulate()
+                with self._clock.state("busy", batch=True):
+                    step.load(batch)
+                    step.accumulate()
             consumed = Consumed(batch.packed.cursor, tokens, blocks)
-            with self._clock.waiting():
+            with self._clock.state("exchange"):
                 decided = self._exchange.reduce(self._rank, step.grads, step.stats, consumed)
-            step.apply()
+            with self._clock.state("busy"):
+                step.apply()
             self._check(number + 1, step, decided)
             if self._leader is not None:
                 self._leader.after_step(number + 1, step, decided)
@@ -127,14 +130,15 @@ class DrafterTrainLoop:
         due = decided.stop or number == self._steps.stop or number % self._check_every == 0
         if due and self._drafters > 1:
             fingerprint = step.fingerprint()
-            with self._clock.waiting():
+            with self._clock.state("exchange"):
                 self._exchange.agree(self._rank, fingerprint, number)
 
     def _next(self, index: int) -> HiddenBatch:
         inbox = self._inboxes[index % len(self._inboxes)]
         try:
-            with self._clock.waiting():
+            with self._clock.state("input"):
                 batch = inbox.get()
+                self._clock.wait_event(batch.ready)
         except Closed:
             raise DataEnded(f"{inbox.name} was closed before batch {index}") from None
         if batch.packed.index != index:

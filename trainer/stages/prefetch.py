@@ -34,17 +34,18 @@ class BatchPrefetcher:
 
     def run(self) -> None:
         """The thread's life."""
-        with self._clock.waiting():
+        with self._clock.state("input"):
             self._gate.wait_open()
         source = self._open_source()
         for index in self._batches:
             try:
-                packed = next(source)
+                with self._clock.state("busy", batch=True):
+                    packed = next(source)
             except StopIteration:
                 raise DataEnded(f"the data ended before batch {index}; {len(self._batches)} were needed") from None
             if packed.index != index:
                 raise ValueError(f"the data source gave batch {packed.index} where batch {index} was due")
-            with self._clock.waiting():
+            with self._clock.state("output"):
                 self._outboxes[index % len(self._outboxes)].put(packed)
         for outbox in self._outboxes:
             outbox.close()

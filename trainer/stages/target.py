@@ -38,9 +38,10 @@ class TargetForwardLoop:
         """The thread's life. Leaving for any reason frees the prefetcher, which may be waiting to put."""
         try:
             # No torch work before the gate: another thread may be compiling.
-            with self._clock.waiting():
+            with self._clock.state("input"):
                 self._gate.wait_open()
             with self._rules(), torch.no_grad():
+                self._clock.follow_device()
                 self._forward_all(self._make_target())
         finally:
             self._inbox.cancel()
@@ -50,14 +51,15 @@ class TargetForwardLoop:
     def _forward_all(self, target: TargetModel) -> None:
         batches = iter(self._inbox)
         while True:
-            with self._clock.waiting():
+            with self._clock.state("input"):
                 packed = next(batches, None)
             if packed is None:
                 return
-            hidden_TKH = target.hidden_states(packed)
+            with self._clock.state("busy", batch=True):
+                hidden_TKH = target.hidden_states(packed)
             ready = None
             if hidden_TKH.is_cuda:
                 ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 ready.record(torch.cuda.current_stream(hidden_TKH.device))
-            with self._clock.waiting():
+            with self._clock.state("output"):
                 self._outboxes[packed.index % len(self._outboxes)].put(HiddenBatch(packed, hidden_TKH, ready))

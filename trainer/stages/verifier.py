@@ -113,15 +113,17 @@ class VerifierLoop:
                 evaluate = self._make_evaluate()
                 # All verifiers compile here; one of them speaks.
                 self._evaluate(evaluate, self._first(), report=self._rank == 0)
-            with self._clock.waiting():
+            with self._clock.state("input"):
                 self._gate.wait_open()
+            self._clock.follow_device()
             while True:
                 try:
-                    with self._clock.waiting():
+                    with self._clock.state("input"):
                         snapshot = self._box.take()
                 except Closed:
                     return
-                self._evaluate(evaluate, snapshot, report=True)
+                with self._clock.state("busy", batch=True):
+                    self._evaluate(evaluate, snapshot, report=True)
 
     def _evaluate(self, evaluate: Evaluate, snapshot: WeightSnapshot, *, report: bool) -> None:
         began = time.monotonic()
