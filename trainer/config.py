@@ -199,6 +199,14 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """How the drafter's training step is executed; nothing here changes what a checkpoint or an export holds."""
+
+    fp8: bool = False
+    """The drafter's matrix products and the frozen head in 8 bits (e4m3, one scale a row), forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TopologyConfig:
     """Devices of each role, as `cpu` or `cuda:N`; a device may appear in several roles and several times."""
 
@@ -268,6 +276,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    step: StepConfig = field(default_factory=StepConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

@@ -62,7 +62,7 @@ def choose_checkpoint(config: TrainConfig, store: CheckpointStore) -> Resume:
     return Resume(loaded, notes)
 
 
-EXECUTION_KEYS = frozenset({"variant", "attention", "graphs", "compile"})
+EXECUTION_KEYS = frozenset({"variant", "attention", "graphs", "compile", "step.fp8"})
 """How the same mathematics is executed. They may change on resume; the bits then may too."""
 
 

@@ -25,19 +25,14 @@ from trainer.config import ConfigError, TrainConfig
 from trainer.data.batch import HiddenBatch
 from trainer.graphs import CapturedStep, compiled
 from trainer.inputs import StepInputs
+from trainer.model import fp8
 from trainer.model.anchors import labels_and_weights, predicting_rows
 from trainer.model.attention import layer_layouts, make_attention
-from trainer.model.drafter import Attend, Drafter
-from trainer.model.loss import (
-    RowPass,
-    Teacher,
-    accept_lengths,
-    block_loss,
-    dpace,
-    fused_gradient_over_logits,
-    teacher_choices,
-)
+from trainer.model.drafter import Attend, Drafter, Product
+from trainer.model.head import Head, PlainHead, ScaledHead, fused_gradient_over_logits, scaled_gradient_of_logits
+from trainer.model.loss import Teacher, accept_lengths, block_loss, dpace, teacher_choices
 from trainer.optim import FlatAdamW, flatten_parameters
+from trainer.step_checks import check_fp8
 
 STATS = ("numerator", "denominator", "correct", "counted", "accept_sum", "blocks", "tokens")
 """What `TrainStep.stats` sums, in this order; each may be added over micro-steps and drafters."""
@@ -78,9 +73,10 @@ def drafter_forward(
     block_embeds_QH: torch.Tensor,
     block_positions_Q: torch.Tensor,
     attend: Attend,
+    product: Product,
 ) -> torch.Tensor:
     """The compiled region: the whole drafter. A function of its own, so that each device can have its own cache."""
-    out: torch.Tensor = drafter(hidden_TKH, positions_T, block_embeds_QH, block_positions_Q, attend)
+    out: torch.Tensor = drafter(hidden_TKH, positions_T, block_embeds_QH, block_positions_Q, attend, product)
     return out
 
 
@@ -101,7 +97,6 @@ class TrainStep:
             torch_setup.check_compiler_graphs(torch_setup.torch_version())
         self.dtype = getattr(torch, config.target.dtype)
         self.embed_VH = target_ends.embed_VH.to(self.device, self.dtype)
-        self.head_VH = target_ends.head_VH.to(self.device, self.dtype)
         self.mask_token_id = target_ends.mask_token_id
 
         self.drafter = drafter.to(self.device)
@@ -132,11 +127,18 @@ class TrainStep:
                 "attention=flex on a GPU needs compile=true: uncompiled, FlexAttention computes every score; "
                 "use attention=sdpa to run without the compiler"
             )
+        self._product: Product = torch.nn.functional.linear
+        if config.step.fp8:
+            check_fp8(config, self.drafter, self.device)
+            self._product = fp8.linear
         mode = "reduce-overhead" if config.graphs == "compiler" else None
         self._forward: Callable[..., torch.Tensor] = (
             compiled(drafter_forward, self.device, mode=mode) if use_compile else drafter_forward
         )
-        self._row_pass: RowPass | None = compiled(fused_gradient_over_logits, self.device) if use_compile else None
+        head_VH = target_ends.head_VH.to(self.device, self.dtype)
+        # Labels that the target makes want its own head; with labels from the text an 8-bit one is all there is.
+        self._labels_head_VH = None if config.loss.labels == "tokens" else head_VH
+        self._head = self._make_head(head_VH, use_compile=use_compile)
         self.optimizer = FlatAdamW(
             config.optim,
             config.run.max_steps,
@@ -145,6 +147,14 @@ class TrainStep:
             update=(lambda function: compiled(function, self.device)) if use_compile else None,
         )
         self._captured: CapturedStep | None = None
+
+    def _make_head(self, head_VH: torch.Tensor, *, use_compile: bool) -> Head:
+        if not self.config.step.fp8:
+            return PlainHead(head_VH, compiled(fused_gradient_over_logits, self.device) if use_compile else None)
+        if not use_compile:
+            return ScaledHead.of(head_VH)
+        quantise = compiled(fp8.quantise_rows, self.device)
+        return ScaledHead.of(head_VH, compiled(scaled_gradient_of_logits, self.device), quantise)
 
     @property
     def captured(self) -> bool:
@@ -172,7 +182,9 @@ class TrainStep:
     def _accumulate(self) -> None:
         inputs, block_size, loss = self.inputs, self.config.drafter.block_size, self.config.loss
         final_TH = inputs.hidden_TKH[:, self._features :]
-        choices_T = teacher_choices(final_TH, self.head_VH, loss.chunk_rows) if loss.labels == "argmax" else None
+        own_head_VH, choices_T, teacher = self._labels_head_VH, None, None
+        if own_head_VH is not None and loss.labels == "argmax":
+            choices_T = teacher_choices(final_TH, own_head_VH, loss.chunk_rows)
         block_ids_NB, labels_NB, weights_NB, block_positions_NB = labels_and_weights(
             inputs.input_ids_T,
             inputs.positions_T,
@@ -185,9 +197,9 @@ class TrainStep:
             gamma=math.inf if loss.weighting == "dpace" else loss.gamma,
             label_ids_T=choices_T,
         )
-        teacher = None
-        if loss.labels == "kl":
-            teacher = Teacher(final_TH, predicting_rows(inputs.anchors_N, block_size, final_TH.shape[0]).flatten())
+        if own_head_VH is not None and loss.labels == "kl":
+            source_Q = predicting_rows(inputs.anchors_N, block_size, final_TH.shape[0]).flatten()
+            teacher = Teacher(final_TH, source_Q, own_head_VH)
         self.attention.fill(inputs.anchors_N, inputs.keep_N, inputs.doc_ids_T, inputs.cu_seqlens_D1)
         block_embeds_QH = torch.nn.functional.embedding(block_ids_NB.flatten(), self.embed_VH)
         with torch.enable_grad():
@@ -198,16 +210,16 @@ class TrainStep:
                 block_embeds_QH,
                 block_positions_NB.flatten(),
                 self.attention,
+                self._product,
             )
             # The first position of a block is given and has no weight: the head need not see it.
             drafted_QH = states_QH.view(*block_ids_NB.shape, -1)[:, 1:].flatten(0, 1)
             sums = block_loss(
                 drafted_QH,
-                self.head_VH,
+                self._head,
                 labels_NB[:, 1:].flatten(),
                 weights_NB[:, 1:].flatten(),
                 loss.chunk_rows,
-                self._row_pass,
                 teacher=teacher,
                 reweigh=dpace(block_size - 1, loss.dpace_smoothing) if loss.weighting == "dpace" else None,
             )

@@ -39,6 +39,14 @@ def test_the_command_prints_one_json_line_for_the_machine_and_one_for_each_resul
     assert result["graphs"] == "none"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a result for each kind of graph")
+def test_fp8_stands_beside_the_plain_step_of_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drafter", "--shape", "tiny", "--documents", "1", "--repeats", "1", "--fp8", "--json"]) == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [result["fp8"] for result in results] == [False, True]
+    assert results[1]["first_loss"] == pytest.approx(results[0]["first_loss"], rel=0.02)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it would run")
 def test_the_peer_needs_a_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["peers"]) == 1

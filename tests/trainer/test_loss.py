@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from trainer.graphs import compiled
+from trainer.model.head import PlainHead, fused_gradient_over_logits
 from trainer.model.loss import (
     Teacher,
     accept_lengths,
     block_loss,
     dpace,
     dpace_weights,
-    fused_gradient_over_logits,
     reference_block_loss,
     teacher_choices,
 )
@@ -54,7 +54,7 @@ def test_the_compiled_row_pass_equals_the_plain_one(dtype: torch.dtype) -> None:
     apply_torch_config()
     row_pass = compiled(fused_gradient_over_logits, torch.device("cpu"))
     hidden, head, labels, weights = case(dtype)
-    fused = block_loss(hidden, head, labels, weights, 12, row_pass)
+    fused = block_loss(hidden, PlainHead(head, row_pass), labels, weights, 12)
     plain = reference_block_loss(hidden, head, labels, weights)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     assert torch.allclose(fused.numerator, plain.numerator, rtol=tolerance)
@@ -137,7 +137,7 @@ def test_dpace_gives_no_weight_after_a_place_without_a_label() -> None:
 def teacher_case() -> Teacher:
     generator = torch.Generator().manual_seed(9)
     final = torch.randn(10, WIDTH, generator=generator)
-    return Teacher(final, torch.randint(0, 10, (ROWS,), generator=generator))
+    return Teacher(final, torch.randint(0, 10, (ROWS,), generator=generator), case()[1])
 
 
 @pytest.mark.parametrize("chunk_rows", [5, 24])

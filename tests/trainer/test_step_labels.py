@@ -62,7 +62,7 @@ def plain(config: TrainConfig, batch: HiddenBatch, drafter: torch.nn.Module) -> 
         ends.head_VH,
         drafted[0],
         drafted[1],
-        teacher=Teacher(final, drafted[2]) if config.loss.labels == "kl" else None,
+        teacher=Teacher(final, drafted[2], ends.head_VH) if config.loss.labels == "kl" else None,
         reweigh=dpace(block - 1, 0.5) if config.loss.weighting == "dpace" else None,
     )
 

@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         help="target.packing (target)",
     )
     made.add_argument("--peer-folder", type=Path, help="where the peer is, or is to be, installed (peers)")
+    made.add_argument("--fp8", action="store_true", help="also the step with step.fp8=true (drafter)")
     made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel (drafter, target)")
     made.add_argument("--json", action="store_true", help="JSON lines instead of text")
     return made
@@ -83,19 +85,21 @@ def _say(row: dict[str, Any], as_json: bool) -> None:
 
 def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
     from trainer.bench.drafter import GRAPHS, bench_drafter
+    from trainer.config import StepConfig
 
-    for documents in arguments.documents:
-        for graphs in GRAPHS if device.type == "cuda" else ("none",):
-            with torch_setup.thread_rules("drafter", device):
-                yield bench_drafter(
-                    arguments.shape,
-                    documents,
-                    graphs=graphs,
-                    ceiling=ceiling,
-                    device=device,
-                    repeats=arguments.repeats,
-                    profile=arguments.profile,
-                )
+    kinds = GRAPHS if device.type == "cuda" else ("none",)
+    for documents, graphs, fp8 in product(arguments.documents, kinds, (False, True)[: 1 + arguments.fp8]):
+        with torch_setup.thread_rules("drafter", device):
+            yield bench_drafter(
+                arguments.shape,
+                documents,
+                graphs=graphs,
+                ceiling=ceiling,
+                device=device,
+                repeats=arguments.repeats,
+                profile=arguments.profile,
+                options=StepConfig(fp8=fp8),
+            )
 
 
 def _target(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:

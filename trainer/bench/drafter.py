@@ -6,13 +6,14 @@ import gc
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from trainer.bench.measure import time_work
 from trainer.bench.shapes import SHAPES, bench_config, bench_step, model_flops, random_batch
+from trainer.config import StepConfig
 from trainer.data.batch import HiddenBatch
 from trainer.step import TrainStep
 
@@ -26,6 +27,7 @@ class DrafterResult:
     shape: str
     documents: int
     graphs: str
+    fp8: bool
     warm_up_s: float
     accumulate_ms: float
     step_ms: float
@@ -50,10 +52,12 @@ def bench_drafter(
     device: torch.device,
     repeats: int = 12,
     profile: bool = False,
+    options: StepConfig | None = None,
 ) -> DrafterResult:
     """Measure one configuration; call it on a thread that entered `thread_rules`."""
     shape = SHAPES[name]
     config = bench_config(shape, documents, attention="flex", graphs=graphs, device=device)
+    config = replace(config, step=options or config.step)
     step = bench_step(shape, config, device)
     batches = [random_batch(shape, config, documents, index, device) for index in range(2)]
     _reset_peak(device)
@@ -80,6 +84,7 @@ def bench_drafter(
         shape=name,
         documents=documents,
         graphs=graphs,
+        fp8=config.step.fp8,
         warm_up_s=warm_up_s,
         accumulate_ms=accumulate.median_ms,
         step_ms=timing.median_ms,

@@ -4,7 +4,8 @@ Shape legend: T context tokens, N block slots, B block size, Q = N*B block posit
 layers, H hidden size, h query heads, k key/value heads, D head size, S = T + Q keys.
 
 The attention itself is passed in (`Attend`), so that one network runs over FlexAttention, SDPA or the
-dense oracle. Nothing here depends on the data: the whole forward compiles and captures as it stands.
+dense oracle; so is the matrix product (`Product`), plain or in 8 bits. Nothing here depends on the data:
+the whole forward compiles and captures as it stands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from trainer.config import DrafterConfig
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(layer_index, q_HQD [h,Q,D], k_HkD [k,S,D], v_HkD [k,S,D]) -> [h,Q,D]; keys are [context | blocks]."""
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""product(x [rows, in], weight [out, in]) -> [rows, out]: `nn.functional.linear`, or `trainer.model.fp8.linear`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,14 +123,16 @@ class Attention(nn.Module):
         context_rope: tuple[torch.Tensor, torch.Tensor],
         block_rope: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
+        product: Product,
     ) -> torch.Tensor:
-        queries = self.q_norm(self._heads(self.q_proj(block_QH))).transpose(0, 1)
-        context_keys = self.k_norm(self._heads(self.k_proj(context_TH))).transpose(0, 1)
-        block_keys = self.k_norm(self._heads(self.k_proj(block_QH))).transpose(0, 1)
+        to_q, to_k, to_v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        queries = self.q_norm(self._heads(product(block_QH, to_q))).transpose(0, 1)
+        context_keys = self.k_norm(self._heads(product(context_TH, to_k))).transpose(0, 1)
+        block_keys = self.k_norm(self._heads(product(block_QH, to_k))).transpose(0, 1)
         keys = torch.cat((rotate(context_keys, *context_rope), rotate(block_keys, *block_rope)), dim=1)
-        values = torch.cat((self.v_proj(context_TH), self.v_proj(block_QH)), dim=0)
+        values = torch.cat((product(context_TH, to_v), product(block_QH, to_v)), dim=0)
         mixed = attend(layer_index, rotate(queries, *block_rope), keys, self._heads(values).transpose(0, 1))
-        return self.o_proj(mixed.transpose(0, 1).reshape(block_QH.shape[0], -1))  # type: ignore[no-any-return]
+        return product(mixed.transpose(0, 1).reshape(block_QH.shape[0], -1), self.o_proj.weight)
 
 
 class MLP(nn.Module):
@@ -138,8 +144,9 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        gate, up = product(x, self.gate_proj.weight), product(x, self.up_proj.weight)
+        return product(nn.functional.silu(gate) * up, self.down_proj.weight)
 
 
 class DrafterLayer(nn.Module):
@@ -160,10 +167,11 @@ class DrafterLayer(nn.Module):
         context_rope: tuple[torch.Tensor, torch.Tensor],
         block_rope: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
+        product: Product,
     ) -> torch.Tensor:
         normed = self.input_layernorm(block_QH)
-        block_QH = block_QH + self.self_attn(layer_index, context_TH, normed, context_rope, block_rope, attend)
-        return block_QH + self.mlp(self.post_attention_layernorm(block_QH))  # type: ignore[no-any-return]
+        block_QH = block_QH + self.self_attn(layer_index, context_TH, normed, context_rope, block_rope, attend, product)
+        return block_QH + self.mlp(self.post_attention_layernorm(block_QH), product)  # type: ignore[no-any-return]
 
 
 class Drafter(nn.Module):
@@ -204,9 +212,9 @@ class Drafter(nn.Module):
             drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
             parameter.copy_(drawn)
 
-    def fuse(self, hidden_TKH: torch.Tensor) -> torch.Tensor:
+    def fuse(self, hidden_TKH: torch.Tensor, product: Product = nn.functional.linear) -> torch.Tensor:
         """Captured states [T, K*H] -> context features [T, H], once for all layers."""
-        return self.hidden_norm(self.fc(hidden_TKH))  # type: ignore[no-any-return]
+        return self.hidden_norm(product(hidden_TKH, self.fc.weight))  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -215,11 +223,12 @@ class Drafter(nn.Module):
         block_embeds_QH: torch.Tensor,
         block_positions_Q: torch.Tensor,
         attend: Attend,
+        product: Product = nn.functional.linear,
     ) -> torch.Tensor:
         """Final-normed block states [Q, H], ready for the target's head."""
-        context_TH = self.fuse(hidden_TKH)
+        context_TH = self.fuse(hidden_TKH, product)
         context_rope, block_rope = self.rotary(positions_T), self.rotary(block_positions_Q)
         block_QH = block_embeds_QH
         for index, layer in enumerate(self.layers):
-            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend)
+            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend, product)
         return self.norm(block_QH)  # type: ignore[no-any-return]

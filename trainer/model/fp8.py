@@ -13,7 +13,7 @@ Shape legend: M rows of a, N rows of b (columns of the product), K summed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,3 +79,35 @@ def scaled_matmul(a: Scaled, b: Scaled, out_dtype: torch.dtype, *, fast: bool = 
 def reference_scaled_matmul(a: Scaled, b: Scaled) -> torch.Tensor:
     """The same product in fp32, plainly: what `scaled_matmul` is tested against."""
     return dequantise(a) @ dequantise(b).T
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """x [M, K] times the transpose of w [N, K], with all three products of forward and backward in 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_MK, w_NK)
+        return scaled_matmul(quantise_rows(x_MK), quantise_rows(w_NK), x_MK.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        (gradient_MN,) = gradients
+        x_MK, w_NK = ctx.saved_tensors
+        # Each product sums over another dimension, and rows are quantised along the summed one: six quantisations.
+        to_x = to_w = None
+        if ctx.needs_input_grad[0]:
+            to_x = scaled_matmul(quantise_rows(gradient_MN), quantise_rows(w_NK.t()), x_MK.dtype)
+        if ctx.needs_input_grad[1]:
+            to_w = scaled_matmul(quantise_rows(gradient_MN.t()), quantise_rows(x_MK.t()), w_NK.dtype)
+        return to_x, to_w
+
+
+def linear(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """`torch.nn.functional.linear` without a bias, in 8 bits: output [M, N], input gradient and weight gradient.
+
+    e4m3 for gradients too: one scale a row leaves no need for e5m2's range, and its rounding is twice as coarse
+    (docs/benchmarks.md). M, N and K must be multiples of 16 (M is summed over in the weight gradient).
+    """
+    check_product(x_MK.shape[0], w_NK.shape[0])
+    out: torch.Tensor = _ScaledLinear.apply(x_MK, w_NK)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return out

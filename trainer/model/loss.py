@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer.model.head import Head, PlainHead
+
 
 class LossSums(NamedTuple):
     """Sums over one micro-batch; tensors on the device, never read here."""
@@ -40,61 +42,12 @@ class Teacher(NamedTuple):
     final_TH: torch.Tensor
     source_Q: torch.Tensor
     """int64 [Q]: anchor + k - 1."""
+    head_VH: torch.Tensor
+    """Turns those states into the target's own logits; never quantised."""
 
 
 Reweigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(CE [Q], weights [Q]) -> new weights [Q]; see `dpace`."""
-
-RowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(logits [R,V], labels [R], weights [R]) -> (top-1 [R], CE fp32 [R]); d(sum w*CE)/d(logits) is left in `logits`."""
-
-
-def gradient_over_logits(
-    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row pass as it runs uncompiled: everything R * V large stays in the logits' own type and mostly in place."""
-    top_R = logits_RV.argmax(-1)
-    # logsumexp of bf16 logits must be summed in fp32; done by hand, the fp32 copy would double the peak.
-    peak_R1 = logits_RV.amax(-1, keepdim=True)
-    gold_R1 = logits_RV.gather(-1, labels_R[:, None])
-    shifted_RV = logits_RV.sub_(peak_R1)
-    total_R1 = torch.sum(shifted_RV.exp(), dim=-1, keepdim=True, dtype=torch.float32)
-    losses_R = (total_R1.log() - (gold_R1 - peak_R1).float()).squeeze(-1)
-    # d(w*CE)/d(logits) = w * (softmax - onehot), written over the logits.
-    shifted_RV.exp_().mul_((weights_R[:, None] / total_R1).to(logits_RV.dtype))
-    shifted_RV.scatter_add_(-1, labels_R[:, None], -weights_R[:, None].to(logits_RV.dtype))
-    return top_R, losses_R
-
-
-def fused_gradient_over_logits(
-    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row pass as it should be compiled: fp32 arithmetic that never leaves the registers, three reads, one write.
-
-    Uncompiled it would hold several fp32 copies of the logits.
-    """
-    wide_RV = logits_RV.float()
-    top_R = logits_RV.argmax(-1)
-    peak_R1 = wide_RV.amax(-1, keepdim=True)
-    total_R1 = (wide_RV - peak_R1).exp().sum(-1, keepdim=True)
-    gold_R1 = wide_RV.gather(-1, labels_R[:, None])
-    losses_R = (total_R1.log() + peak_R1 - gold_R1).squeeze(-1)
-    column_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    softmax_RV = (wide_RV - peak_R1).exp() / total_R1
-    logits_RV.copy_((softmax_RV - (column_V == labels_R[:, None]).float()) * weights_R[:, None])
-    return top_R, losses_R
-
-
-def soft_gradient_over_logits(
-    logits_RV: torch.Tensor, teacher_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row pass against the target's distribution p: (top-1, KL(p || q)); w * (q - p) is left in `logits_RV`."""
-    top_R = logits_RV.argmax(-1)
-    log_q_RV, log_p_RV = logits_RV.float().log_softmax(-1), teacher_RV.float().log_softmax(-1)
-    p_RV = log_p_RV.exp()
-    losses_R = (p_RV * (log_p_RV - log_q_RV)).sum(-1)
-    logits_RV.copy_((log_q_RV.exp_() - p_RV) * weights_R[:, None])
-    return top_R, losses_R
 
 
 def dpace_weights(losses_R: torch.Tensor, weights_R: torch.Tensor, drafted: int, smoothing: float) -> torch.Tensor:
@@ -133,11 +86,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden_QH: torch.Tensor,
-        head_VH: torch.Tensor,
+        head: Head,
         labels_Q: torch.Tensor,
         weights_Q: torch.Tensor,
         chunk_rows: int,
-        row_pass: RowPass,
         teacher: Teacher | None,
         reweigh: Reweigh | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,14 +98,9 @@ class _HeadCrossEntropy(torch.autograd.Function):
         losses_Q = torch.empty_like(weights_Q)
         for start in range(0, hidden_QH.shape[0], chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits = hidden_QH[rows] @ head_VH.T
-            if teacher is None:
-                found = row_pass(logits, labels_Q[rows], weights_Q[rows])
-            else:
-                said = teacher.final_TH[teacher.source_Q[rows]] @ head_VH.T
-                found = soft_gradient_over_logits(logits, said, labels_Q[rows], weights_Q[rows])
+            said = None if teacher is None else teacher.final_TH[teacher.source_Q[rows]] @ teacher.head_VH.T
+            found = head.losses(hidden_QH[rows], labels_Q[rows], weights_Q[rows], said, gradient_QH[rows])
             top_Q[rows], losses_Q[rows] = found
-            torch.mm(logits, head_VH, out=gradient_QH[rows])
         if reweigh is not None:
             # The gradient is linear in each row's weight, so it can be weighed once the losses are known.
             fresh_Q = reweigh(losses_Q, weights_Q)
@@ -169,30 +116,28 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_QH,) = ctx.saved_tensors
-        return gradient_QH * outputs[0].to(gradient_QH.dtype), *(None,) * 7
+        return gradient_QH * outputs[0].to(gradient_QH.dtype), *(None,) * 6
 
 
 def block_loss(
     hidden_QH: torch.Tensor,
-    head_VH: torch.Tensor,
+    head: torch.Tensor | Head,
     labels_Q: torch.Tensor,
     weights_Q: torch.Tensor,
     chunk_rows: int,
-    row_pass: RowPass | None = None,
     *,
     teacher: Teacher | None = None,
     reweigh: Reweigh | None = None,
 ) -> LossSums:
     """Sums of the weighted cross-entropy. hidden [Q,H] and head [V,H] of one type, labels int64, weights fp32.
 
-    `numerator` carries the gradient to `hidden_QH`; the head gets none. `row_pass` is `gradient_over_logits` (the
-    default) or a compiled `fused_gradient_over_logits`. With a `teacher` the loss is KL(target || drafter) and labels
-    serve the hit counts alone. `reweigh` replaces the weights by ones that depend on the losses (`dpace`).
+    `numerator` carries the gradient to `hidden_QH`; the head gets none. `head` is the matrix itself or one of
+    `trainer.model.head`. With a `teacher` the loss is KL(target || drafter) and labels serve the hit counts alone.
+    `reweigh` replaces the weights by ones that depend on the losses (`dpace`).
     """
     apply: Any = _HeadCrossEntropy.apply  # torch leaves it unannotated
-    numerator, top_Q, used_Q = apply(
-        hidden_QH, head_VH, labels_Q, weights_Q, chunk_rows, row_pass or gradient_over_logits, teacher, reweigh
-    )
+    kept = PlainHead(head) if isinstance(head, torch.Tensor) else head
+    numerator, top_Q, used_Q = apply(hidden_QH, kept, labels_Q, weights_Q, chunk_rows, teacher, reweigh)
     return _sums(numerator, top_Q, labels_Q, weights_Q, used_Q)
 
 
@@ -210,7 +155,7 @@ def reference_block_loss(
     if teacher is None:
         losses_Q = torch.nn.functional.cross_entropy(logits_QV, labels_Q, reduction="none")
     else:
-        said_QV = teacher.final_TH[teacher.source_Q].float() @ head_VH.float().T
+        said_QV = teacher.final_TH[teacher.source_Q].float() @ teacher.head_VH.float().T
         losses_Q = torch.nn.functional.kl_div(
             logits_QV.log_softmax(-1), said_QV.log_softmax(-1), reduction="none", log_target=True
         ).sum(-1)

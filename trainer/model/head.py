@@ -1,0 +1,185 @@
+"""The target's frozen head as the loss uses it: logits of a chunk of rows, and their gradient sent back at once.
+
+Two forms: as it is, and in 8 bits. The head has no gradient of its own, so both are two matrix products a chunk with
+one pass over the logits between them.
+
+Shape legend: R rows of a chunk, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from trainer.model.fp8 import ALIGNMENT, Scaled, quantise_rows, scaled_matmul
+
+RowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(logits [R,V], labels [R], weights [R]) -> (top-1 [R], CE fp32 [R]); d(sum w*CE)/d(logits) is left in `logits`."""
+
+ScaledRowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Scaled]]
+"""The same, with the gradient as 8-bit rows [R,V]; `logits` stay as they are."""
+
+
+class Head(Protocol):
+    """What `block_loss` asks of a head."""
+
+    def losses(
+        self,
+        hidden_RH: torch.Tensor,
+        labels_R: torch.Tensor,
+        weights_R: torch.Tensor,
+        said_RV: torch.Tensor | None,
+        gradient_RH: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(top-1 [R], losses fp32 [R]); d(sum w * loss)/d(hidden) is written into `gradient_RH`.
+
+        The loss is cross-entropy, or KL against the logits `said_RV` where they are given.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PlainHead:
+    """The head in the drafter's own type."""
+
+    head_VH: torch.Tensor
+    row_pass: RowPass | None = None
+    """A compiled `fused_gradient_over_logits`; None: `gradient_over_logits`."""
+
+    def losses(
+        self,
+        hidden_RH: torch.Tensor,
+        labels_R: torch.Tensor,
+        weights_R: torch.Tensor,
+        said_RV: torch.Tensor | None,
+        gradient_RH: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head`."""
+        logits_RV = hidden_RH @ self.head_VH.T
+        if said_RV is None:
+            found = (self.row_pass or gradient_over_logits)(logits_RV, labels_R, weights_R)
+        else:
+            found = soft_gradient_over_logits(logits_RV, said_RV, labels_R, weights_R)
+        torch.mm(logits_RV, self.head_VH, out=gradient_RH)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledHead:
+    """The head in 8 bits, quantised once: by rows for the logits, by columns for the way back.
+
+    The vocabulary is padded with rows of zeros to what the product wants; nothing of the padding leaves this class.
+    """
+
+    rows: Scaled
+    """[V, H], one scale for each token."""
+    columns: Scaled
+    """[H, V], one scale for each channel."""
+    vocab_size: int
+    row_pass: ScaledRowPass | None = None
+    """A compiled `scaled_gradient_of_logits`; None: the same uncompiled."""
+    quantise: Callable[[torch.Tensor], Scaled] = quantise_rows
+    """`quantise_rows`, or the same compiled."""
+
+    @classmethod
+    def of(
+        cls,
+        head_VH: torch.Tensor,
+        row_pass: ScaledRowPass | None = None,
+        quantise: Callable[[torch.Tensor], Scaled] = quantise_rows,
+    ) -> ScaledHead:
+        """Quantise a head; the original is not kept."""
+        vocab_size = head_VH.shape[0]
+        padded_VH = torch.nn.functional.pad(head_VH, (0, 0, 0, -vocab_size % ALIGNMENT))
+        return cls(quantise_rows(padded_VH), quantise_rows(padded_VH.t()), vocab_size, row_pass, quantise)
+
+    def losses(
+        self,
+        hidden_RH: torch.Tensor,
+        labels_R: torch.Tensor,
+        weights_R: torch.Tensor,
+        said_RV: torch.Tensor | None,
+        gradient_RH: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head`."""
+        logits_RV = scaled_matmul(self.quantise(hidden_RH), self.rows, hidden_RH.dtype, fast=True)
+        logits_RV = logits_RV[:, : self.vocab_size]
+        if said_RV is None:
+            top_R, losses_R, scaled = (self.row_pass or scaled_gradient_of_logits)(logits_RV, labels_R, weights_R)
+        else:
+            top_R, losses_R = soft_gradient_over_logits(logits_RV, said_RV, labels_R, weights_R)
+            scaled = self.quantise(logits_RV)
+        values_RV = torch.nn.functional.pad(scaled.values, (0, -self.vocab_size % ALIGNMENT))
+        gradient_RH.copy_(scaled_matmul(Scaled(values_RV, scaled.scale), self.columns, hidden_RH.dtype))
+        return top_R, losses_R
+
+
+def gradient_over_logits(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row pass as it runs uncompiled: everything R * V large stays in the logits' own type and mostly in place."""
+    top_R = logits_RV.argmax(-1)
+    # logsumexp of bf16 logits must be summed in fp32; done by hand, the fp32 copy would double the peak.
+    peak_R1 = logits_RV.amax(-1, keepdim=True)
+    gold_R1 = logits_RV.gather(-1, labels_R[:, None])
+    shifted_RV = logits_RV.sub_(peak_R1)
+    total_R1 = torch.sum(shifted_RV.exp(), dim=-1, keepdim=True, dtype=torch.float32)
+    losses_R = (total_R1.log() - (gold_R1 - peak_R1).float()).squeeze(-1)
+    # d(w*CE)/d(logits) = w * (softmax - onehot), written over the logits.
+    shifted_RV.exp_().mul_((weights_R[:, None] / total_R1).to(logits_RV.dtype))
+    shifted_RV.scatter_add_(-1, labels_R[:, None], -weights_R[:, None].to(logits_RV.dtype))
+    return top_R, losses_R
+
+
+def _gradient_of_logits(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(top-1 [R], CE fp32 [R], fp32 gradient [R,V]) to be compiled: fp32 arithmetic that never leaves the registers."""
+    wide_RV = logits_RV.float()
+    top_R = logits_RV.argmax(-1)
+    peak_R1 = wide_RV.amax(-1, keepdim=True)
+    total_R1 = (wide_RV - peak_R1).exp().sum(-1, keepdim=True)
+    gold_R1 = wide_RV.gather(-1, labels_R[:, None])
+    losses_R = (total_R1.log() + peak_R1 - gold_R1).squeeze(-1)
+    column_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    softmax_RV = (wide_RV - peak_R1).exp() / total_R1
+    return top_R, losses_R, (softmax_RV - (column_V == labels_R[:, None]).float()) * weights_R[:, None]
+
+
+def fused_gradient_over_logits(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row pass as it should be compiled: three reads of the logits, one write.
+
+    Uncompiled it would hold several fp32 copies of the logits.
+    """
+    top_R, losses_R, gradient_RV = _gradient_of_logits(logits_RV, labels_R, weights_R)
+    logits_RV.copy_(gradient_RV)
+    return top_R, losses_R
+
+
+def scaled_gradient_of_logits(
+    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Scaled]:
+    """The row pass of an 8-bit head, to be compiled: one more read for the largest gradient, half a write.
+
+    e4m3 rather than e5m2, although a row spans from the label's -w down to a millionth of it: over a vocabulary of
+    248,320 its error is the smaller one unless the softmax is nearly flat, and there both are far below the head's own
+    (docs/benchmarks.md).
+    """
+    top_R, losses_R, gradient_RV = _gradient_of_logits(logits_RV, labels_R, weights_R)
+    return top_R, losses_R, quantise_rows(gradient_RV)
+
+
+def soft_gradient_over_logits(
+    logits_RV: torch.Tensor, teacher_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row pass against the target's distribution p: (top-1, KL(p || q)); w * (q - p) is left in `logits_RV`."""
+    top_R = logits_RV.argmax(-1)
+    log_q_RV, log_p_RV = logits_RV.float().log_softmax(-1), teacher_RV.float().log_softmax(-1)
+    p_RV = log_p_RV.exp()
+    losses_R = (p_RV * (log_p_RV - log_q_RV)).sum(-1)
+    logits_RV.copy_((log_q_RV.exp_() - p_RV) * weights_R[:, None])
+    return top_R, losses_R
