@@ -43,6 +43,8 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
     if free := free_memory(config):
         check_memory(config, weigh(config.target), free)
     targets = {device: load_target(config.target, device) for device in dict.fromkeys([*topology.target, *verifiers])}
+    for loaded in targets.values():
+        loaded.fix_row_length(config.data.token_budget)
     first = targets[topology.target[0]]
     ends = TargetEnds(first.embed_VH, first.head_VH, first.mask_token(config.drafter))
     shape = first.drafter_shape(config.drafter)
@@ -84,6 +86,7 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
         on_gate_open=opened,
         check_steady=lambda: torch_setup.check_nothing_compiled(counts[-1]),
+        warm_target=(lambda made: cast("Target | WithFinalStates", made).warm_up()) if config.target.compile else None,
     )
 
 

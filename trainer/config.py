@@ -48,10 +48,19 @@ class TargetConfig:
     """Run a hybrid target on a GPU without flash-linear-attention's kernels (many times slower)."""
     packing: Literal["auto", "row", "documents"] = "auto"
     """`row`: a packed row is one forward (refused where documents would leak into each other); `documents`: one
-    forward each; `auto`: `row` on a GPU where a trial shows no leak, else `documents`."""
+    forward each; `auto`: `row` on a GPU where a trial shows no leak, else `documents`. A hybrid whose kernels cannot
+    tell documents apart runs `row` with its recurrent mixers document by document."""
+    compile: bool = False
+    """Compile norms and MLPs of the packed row's forward, for rows of data.token_budget, padding included; needs `row`.
+    Off by default: it was not run on a GPU."""
 
     def __post_init__(self) -> None:
         _require(self.path.strip() != "", "target.path is empty; give `tiny`, a directory or `shape:27b`")
+        _require(
+            not self.compile or self.packing != "documents",
+            "target.compile needs rows of one length, and target.packing=documents runs every document at its own; set "
+            "target.packing=row, or leave target.compile off",
+        )
         _require(self.num_features >= 1, "target.num_features must be at least 1")
         if self.layer_ids is not None:
             _require(len(self.layer_ids) > 0, "target.layer_ids is empty; leave it out to use the rule")

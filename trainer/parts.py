@@ -117,3 +117,5 @@ class Parts:
     """Runs after the last warm-up, before anyone is let through."""
     check_steady: Callable[[], None]
     """Runs with every logged step; raises when something was compiled since the gate opened."""
+    warm_target: Callable[[TargetModel], None] | None = None
+    """Compiles a target's forward, in a turn of its own at the gate; None: targets compile nothing and have no turn."""

@@ -108,7 +108,11 @@ class Pipeline:
         self._saves: Channel[Snapshot] = Channel(1, name="checkpoints", scope=self.scope)
         clocks = {stage.name: StageClock(stage.device) for stage in stages_of(topology)}
         self._gate = Gate(
-            [name for name in clocks if name.startswith(("drafter", "verifier"))],
+            [
+                *(f"drafter{d}" for d in range(drafters)),
+                *(f"target{t}" for t in range(targets) if parts.warm_target is not None),
+                *(f"verifier{v}" for v in range(len(verifiers))),
+            ],
             deadline_s=run.gate_deadline_s,
             on_overdue=self._leave_overdue,
             on_ready=self._warmed,
@@ -160,6 +164,8 @@ class Pipeline:
                 hidden[t],
                 self._gate,
                 clocks[f"target{t}"],
+                name=f"target{t}",
+                warm_up=parts.warm_target,
             ).run
         for d, device in enumerate(topology.drafter):
             self._stages[f"drafter{d}"] = DrafterTrainLoop(

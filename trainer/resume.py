@@ -62,7 +62,9 @@ def choose_checkpoint(config: TrainConfig, store: CheckpointStore) -> Resume:
     return Resume(loaded, notes)
 
 
-EXECUTION_KEYS = frozenset({"variant", "attention", "graphs", "compile", "step.fp8"})
+EXECUTION_KEYS = frozenset(
+    {"variant", "attention", "graphs", "compile", "step.fp8", "target.compile", "target.packing"}
+)
 """How the same mathematics is executed. They may change on resume; the bits then may too."""
 
 
@@ -72,7 +74,9 @@ def compare_config(saved: dict[str, Any], config: TrainConfig) -> list[str]:
     Allowed: `run.*` except the seed, devices as long as the number of drafters stays, and EXECUTION_KEYS.
     Raises CheckpointMismatch listing every differing key.
     """
-    old, new = flatten(saved), flatten(to_dict(config))
+    # A setting that the checkpoint's release did not have yet was at what is the default now.
+    old = flatten(to_dict(TrainConfig(variant=config.variant))) | flatten(saved)
+    new = flatten(to_dict(config))
     notes: list[str] = []
     refused: list[str] = []
     for key in sorted(old.keys() | new.keys()):

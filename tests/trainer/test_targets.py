@@ -12,8 +12,10 @@ import torch
 
 from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.packing import Document, pack
+from trainer.model.target_layers import TrunkLayer
 from trainer.model.target_models import TINY, TargetError
-from trainer.model.targets import Target, WithFinalStates, load_target, packing_leak, target_layer_ids
+from trainer.model.target_packing import packing_leak
+from trainer.model.targets import Target, WithFinalStates, load_target, target_layer_ids
 
 
 @pytest.fixture(scope="module")
@@ -231,11 +233,23 @@ def test_other_families_in_one_forward_over_the_row(kind: str, tmp_path: Path) -
     assert target.rope_theta == (1e6 if kind == "gemma3" else 1e4)
 
 
-def test_a_hybrid_that_would_leak_is_refused_in_one_forward_and_runs_by_document(target: Target) -> None:
-    """Without the packed kernels the recurrent state crosses documents; nothing may run that way."""
-    leak = packing_leak(target)
-    assert leak is not None
+def test_a_hybrid_whose_kernels_leak_runs_its_recurrent_layers_by_document(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left alone it runs document by document; asked for rows, only its recurrent mixers do, or it is refused.
+
+    The refusal failed without the second trial: `row` was then believed.
+    """
+    assert packing_leak(target) is not None
     assert target.packing == "documents"
+    asked = load_target(TargetConfig(dtype="float32", packing="row"), "cpu")
+    assert asked.packing == "row"
+    assert packing_leak(asked) is None
+    documents = [document(target, text) for text in TEXTS]
+    row = pack(documents, index=0, cursor={}, token_budget=400, block_slots=4, max_documents=5, run_seed=0)
+    assert torch.allclose(asked.hidden_states(row), target.hidden_states(row), atol=1e-5)
+    assert torch.allclose(asked.hidden_states(row, final=True), target.hidden_states(row, final=True), atol=1e-4)
+    monkeypatch.setattr(TrunkLayer, "run_by_document", lambda self: None)
     with pytest.raises(TargetError, match="does not keep packed documents apart"):
         load_target(TargetConfig(dtype="float32", packing="row"), "cpu")
 

@@ -22,6 +22,8 @@ class _Bounds(threading.local):
     """Document bounds of the row that this thread is running; None: one sequence."""
 
     value: list[int] | None = None
+    masks: dict[tuple[int, int], torch.Tensor] | None = None
+    """Sliding masks of this row by (length, window): the same for all of its layers."""
 
 
 _bounds = _Bounds()
@@ -30,11 +32,16 @@ _bounds = _Bounds()
 @contextmanager
 def document_bounds(bounds: list[int]) -> Iterator[None]:
     """Attention of this thread sees documents [bounds[i], bounds[i+1]) by themselves."""
-    _bounds.value = bounds
+    _bounds.value, _bounds.masks = bounds, {}
     try:
         yield
     finally:
-        _bounds.value = None
+        _bounds.value = _bounds.masks = None
+
+
+def current_bounds() -> list[int] | None:
+    """The bounds that this thread's row has; None outside of `document_bounds`."""
+    return _bounds.value
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -51,8 +58,17 @@ def attend(
     queries, keys = q.shape[2], k.shape[2]
     if queries == keys and (window is None or keys <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    mask = causal_mask(queries, keys, window, q.device)
+    mask = _sliding_mask(queries, keys, window, q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def _sliding_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    masks = _bounds.masks
+    if masks is None or queries != keys or window is None:
+        return causal_mask(queries, keys, window, device)
+    if (queries, window) not in masks:
+        masks[queries, window] = causal_mask(queries, keys, window, device)
+    return masks[queries, window]
 
 
 def document_attention(
@@ -70,16 +86,13 @@ def document_attention(
         raise ValueError("the trainer's target attention takes neither a mask nor soft-capped scores")
     bounds = _bounds.value
     if bounds is None:
-        mixed = attend(query, key, value, scale=scaling, window=sliding_window)
-    else:
-        mixed = torch.cat(
-            [
-                attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scale=scaling, window=sliding_window)
-                for a, b in itertools.pairwise(bounds)
-            ],
-            dim=2,
-        )
-    return mixed.transpose(1, 2).contiguous(), None
+        return attend(query, key, value, scale=scaling, window=sliding_window).transpose(1, 2).contiguous(), None
+    # Fused kernels give [b, q, h, D] seen as [b, h, q, D]: joined along q of the former, a row is copied once.
+    parts = [
+        attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scale=scaling, window=sliding_window).transpose(1, 2)
+        for a, b in itertools.pairwise(bounds)
+    ]
+    return torch.cat(parts, dim=1).contiguous(), None
 
 
 def register() -> str:

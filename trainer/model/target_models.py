@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,12 @@ class TargetError(ValueError):
 
 
 class Captured(threading.local):
-    """Where the layer hooks put their outputs: one list for each thread, None when nobody asked."""
+    """Where this thread's layer hooks put their outputs; nowhere when nobody asked."""
 
     states: dict[int, torch.Tensor] | None = None
+    """The outputs themselves, by layer."""
+    out: torch.Tensor | None = None
+    """[T, >= K*H]: the k-th captured layer's output is copied into columns k*H to (k+1)*H."""
 
 
 def stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
@@ -165,26 +169,40 @@ def text_body(model: Any) -> Any:
     return getattr(body, "language_model", body)
 
 
-def make_trunk(model: Any, layer_ids: tuple[int, ...], captured: Captured) -> nn.Module:
-    """The text body up to the last captured layer, sharing its modules with `model`, with capture hooks."""
-    body = text_body(model)
-    layers = getattr(body, "layers", None)
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The text body's decoder layers in order. Raises TargetError."""
+    layers = getattr(text_body(model), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise TargetError(f"{type(model).__name__} has no list of decoder layers where this trainer looks for one")
+    return list(layers)
 
-    def hook_for(layer_id: int) -> Any:
+
+def capture_outputs(layers: Sequence[nn.Module], layer_ids: tuple[int, ...], captured: Captured) -> None:
+    """Hook the chosen layers."""
+
+    def hook_for(layer_id: int, place: int) -> Any:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
+            state = output[0] if isinstance(output, tuple) else output
             if captured.states is not None:
-                captured.states[layer_id] = output[0] if isinstance(output, tuple) else output
+                captured.states[layer_id] = state
+            if captured.out is not None:
+                width = state.shape[-1]
+                captured.out[:, place * width : (place + 1) * width] = state[0]
 
         return keep
 
-    for layer_id in layer_ids:
-        layers[layer_id].register_forward_hook(hook_for(layer_id))
-    trunk = copy.copy(body)
-    trunk._modules = dict(body._modules)
-    trunk.config = copy.deepcopy(body.config)
-    trunk.config.num_hidden_layers = layer_ids[-1] + 1
-    trunk.layers = nn.ModuleList(layers[: layer_ids[-1] + 1])
-    trunk.norm = nn.Identity()
-    return trunk  # type: ignore[no-any-return]
+    for place, layer_id in enumerate(layer_ids):
+        layers[layer_id].register_forward_hook(hook_for(layer_id, place))
+
+
+def make_body(model: Any, layers: Sequence[nn.Module], *, norm: bool) -> nn.Module:
+    """The text body with these layers in place of its own, sharing everything else; `norm`: with the final norm."""
+    body = text_body(model)
+    shell = copy.copy(body)
+    shell._modules = dict(body._modules)
+    shell.config = copy.deepcopy(body.config)
+    shell.config.num_hidden_layers = len(layers)
+    shell.layers = nn.ModuleList(layers)
+    if not norm:
+        shell.norm = nn.Identity()
+    return shell  # type: ignore[no-any-return]

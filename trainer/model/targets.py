@@ -8,8 +8,8 @@ layer; it shares the layers with the whole model and skips final norm, head and 
 
 Documents of a packed row must not see each other. Run one by one they cannot. In one forward they do not
 either where every mixer takes their bounds: attention here is our own (document_attention.py), GatedDeltaNet
-needs both flash-linear-attention and causal-conv1d. Whether a model keeps documents apart is tried out when
-it is loaded, never assumed.
+needs both flash-linear-attention and causal-conv1d, or runs document by document inside the row's forward. Whether
+a model keeps documents apart is tried out when it is loaded, never assumed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,7 +28,18 @@ from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.batch import PackedBatch
 from trainer.model.document_attention import document_bounds
 from trainer.model.drafter import DrafterShape
-from trainer.model.target_models import Captured, TargetError, make_trunk, random_model, stored_model, text_body
+from trainer.model.target_layers import TakenApart
+from trainer.model.target_models import (
+    Captured,
+    TargetError,
+    capture_outputs,
+    decoder_layers,
+    make_body,
+    random_model,
+    stored_model,
+    text_body,
+)
+from trainer.model.target_packing import choose_packing, is_hybrid
 
 KNOWN_MASK_TOKENS = {"qwen3": 151669, "qwen3_5_text": 248070}
 """Rows of published vocabularies that never occur in text, by model type."""
@@ -63,6 +74,10 @@ class WithFinalStates:
         """[T, (K+1)*H]."""
         return self.target.hidden_states(packed, final=True)
 
+    def warm_up(self) -> None:
+        """As the target's own: the same functions run in the layers that are left."""
+        self.target.warm_up()
+
 
 @dataclass
 class Target:
@@ -82,7 +97,10 @@ class Target:
     packing: Literal["row", "documents"]
     """How a packed row runs: in one forward, or document by document."""
     _trunk: nn.Module = field(repr=False)
+    """The body up to the last captured layer, of the model's own layers."""
     _captured: Captured = field(repr=False)
+    apart: TakenApart | None = field(default=None, repr=False)
+    """The layers that a packed row runs through instead, where norms and MLPs are compiled."""
 
     @property
     def hidden_size(self) -> int:
@@ -105,36 +123,55 @@ class Target:
         return self.embed_VH.dtype
 
     @torch.no_grad()
-    def document_states(self, input_ids_T: torch.Tensor, *, final: bool = False) -> torch.Tensor:
-        """Captured states [T, K*H] of one document, on the target's device; `final` as in `hidden_states`."""
-        return self._run(final, input_ids=input_ids_T.to(self.device)[None], use_cache=False)
+    def document_states(
+        self, input_ids_T: torch.Tensor, out: torch.Tensor | None = None, *, final: bool = False
+    ) -> torch.Tensor:
+        """Captured states [T, K*H] of one document, on the target's device; `out` and `final` as in `hidden_states`."""
+        body = text_body(self.model) if final else self._trunk
+        out = self._room(input_ids_T.shape[0], final) if out is None else out
+        self._run(body, out, final, input_ids=self._upload(input_ids_T)[None], use_cache=False)
+        return out
 
     @torch.no_grad()
     def row_states(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, bounds: list[int], *, final: bool = False
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        bounds: list[int],
+        out: torch.Tensor | None = None,
+        *,
+        final: bool = False,
     ) -> torch.Tensor:
         """Captured states [T, K*H] of documents [bounds[i], bounds[i+1]) in one forward, which must cover all T."""
-        device = self.device
+        apart = self.apart
         kwargs: dict[str, Any] = {}
-        if is_hybrid(self.model):
+        if is_hybrid(self.model) and not (apart and apart.by_document):
             lengths = torch.tensor([b - a for a, b in itertools.pairwise(bounds)])
-            cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+            cu_seqlens = self._upload(torch.tensor(bounds, dtype=torch.int32))
             seq_idx = torch.repeat_interleave(torch.arange(lengths.numel(), dtype=torch.int32), lengths)
             kwargs = {
                 "cu_seq_lens_q": cu_seqlens,
                 "cu_seq_lens_k": cu_seqlens,
                 "max_length_q": int(lengths.max()),
                 "max_length_k": int(lengths.max()),
-                "seq_idx": seq_idx[None].to(device),
+                "seq_idx": self._upload(seq_idx)[None],
             }
-        with document_bounds(bounds):
-            return self._run(
+        rows = input_ids_T.shape[0]
+        out = self._room(rows, final) if out is None else out
+        body = text_body(self.model) if final else self._trunk
+        if apart is not None:
+            body = apart.body if final else apart.trunk
+        with document_bounds(bounds), apart.tokenwise.row(rows) if apart else nullcontext():
+            self._run(
+                body,
+                out,
                 final,
-                input_ids=input_ids_T.to(device)[None],
-                position_ids=positions_T.to(device)[None],
+                input_ids=self._upload(input_ids_T)[None],
+                position_ids=self._upload(positions_T)[None],
                 use_cache=False,
                 **kwargs,
             )
+        return out
 
     @contextmanager
     def capturing(self) -> Iterator[dict[int, torch.Tensor]]:
@@ -146,11 +183,24 @@ class Target:
         finally:
             self._captured.states = None
 
-    def _run(self, final: bool, **inputs: Any) -> torch.Tensor:
-        with self.capturing() as states:
-            out = (text_body(self.model) if final else self._trunk)(**inputs)
-        parts = [states[i][0] for i in self.layer_ids]
-        return torch.cat([*parts, out.last_hidden_state[0]] if final else parts, dim=-1)
+    def _run(self, body: Any, out_TKH: torch.Tensor, final: bool, **inputs: Any) -> None:
+        self._captured.out = out_TKH
+        try:
+            found = body(**inputs)
+        finally:
+            self._captured.out = None
+        if final:
+            out_TKH[:, self.num_features * self.hidden_size :] = found.last_hidden_state[0]
+
+    def _room(self, rows: int, final: bool) -> torch.Tensor:
+        size = (rows, (self.num_features + final) * self.hidden_size)
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def _upload(self, x: torch.Tensor) -> torch.Tensor:
+        # From pageable memory the copy would wait until the device has finished everything before it.
+        if x.device.type == "cpu" and self.device.type == "cuda":
+            return x.pin_memory().to(self.device, non_blocking=True)
+        return x.to(self.device)
 
     @torch.no_grad()
     def hidden_states(
@@ -165,16 +215,19 @@ class Target:
         gradient is not finite is skipped instead.
         """
         rows = packed.input_ids_T.shape[0]
-        if out is None:
-            size = (rows, (self.num_features + final) * self.hidden_size)
-            out = torch.empty(size, dtype=self.dtype, device=self.device)
+        out = self._room(rows, final) if out is None else out
         bounds = packed.cu_seqlens_D1[: packed.documents + 1].tolist()
         end = bounds[-1]
         if self.packing == "row" and end > 0:
-            out[:end] = self.row_states(packed.input_ids_T[:end], packed.positions_T[:end], bounds, final=final)
+            # Compiled functions have one shape: padding then runs along, as a document of its own.
+            padded = self.apart is not None and self.apart.tokenwise.tokens == rows
+            run = rows if padded else end
+            if run > end:
+                bounds.append(run)
+            self.row_states(packed.input_ids_T[:run], packed.positions_T[:run], bounds, out[:run], final=final)
         else:
             for a, b in itertools.pairwise(bounds):
-                out[a:b] = self.document_states(packed.input_ids_T[a:b], final=final)
+                self.document_states(packed.input_ids_T[a:b], out[a:b], final=final)
         out[end:] = 0
         if self.device.type == "cpu" and not bool(out.isfinite().all()):
             raise TargetError(
@@ -182,6 +235,25 @@ class Target:
                 f"or {str(self.dtype).removeprefix('torch.')} is too narrow for it (set target.dtype)"
             )
         return out
+
+    def fix_row_length(self, tokens: int) -> None:
+        """From now on rows of this many tokens run compiled; the first one compiles, which is the gate's business.
+
+        Without `target.compile` this does nothing.
+        """
+        if self.apart is not None and self.apart.compile:
+            self.apart.tokenwise.tokens = tokens
+
+    def warm_up(self) -> None:
+        """Compile on this thread and device, with rows of two different packings."""
+        tokens = self.apart.tokenwise.tokens if self.apart is not None else None
+        if tokens is None:
+            return
+        generator = torch.Generator().manual_seed(0)
+        for bounds in ([0, tokens], [0, tokens // 3, tokens]):
+            ids_T = torch.randint(0, self.vocab_size, (tokens,), generator=generator)
+            positions_T = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])
+            self.row_states(ids_T, positions_T, bounds)
 
     def mask_token(self, config: DrafterConfig) -> int:
         """The MASK row to use: the configuration's, else the vocabulary's own. Raises TargetError."""
@@ -244,6 +316,8 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
     scale = getattr(embedding, "embed_scale", None)  # Gemma multiplies its embeddings
     embed_VH = embedding.weight if scale is None else embedding.weight * scale.to(embedding.weight.dtype)
     captured = Captured()
+    layers = decoder_layers(model)
+    capture_outputs(layers, layer_ids, captured)
     target = Target(
         name=config.path,
         model=model,
@@ -255,50 +329,11 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
         embed_VH=embed_VH,
         head_VH=model.get_output_embeddings().weight,
         packing="documents",
-        _trunk=make_trunk(model, layer_ids, captured),
+        _trunk=make_body(model, layers[: layer_ids[-1] + 1], norm=False),
         _captured=captured,
     )
-    target.packing = _choose_packing(config, target)
+    target.packing = choose_packing(config, target)
     return target
-
-
-def is_hybrid(model: Any) -> bool:
-    """Whether some layers carry a recurrent state (GatedDeltaNet) instead of attending."""
-    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
-
-
-def _choose_packing(config: TargetConfig, target: Target) -> Literal["row", "documents"]:
-    """Try a row of three documents against the same documents alone. Raises TargetError where `row` would leak."""
-    if config.packing == "documents" or (config.packing == "auto" and target.device.type == "cpu"):
-        return "documents"
-    leak = packing_leak(target)
-    if leak is None:
-        return "row"
-    if config.packing == "row":
-        raise TargetError(
-            f"{target.name} does not keep packed documents apart ({leak}); install flash-linear-attention and "
-            "causal-conv1d where the target is a hybrid, or set target.packing=documents"
-        )
-    return "documents"
-
-
-def packing_leak(target: Target) -> str | None:
-    """How a packed row differs from its documents alone; None where it does not."""
-    lengths = (70, 5, 130)  # around a chunk of the linear attention, and shorter than its convolution's reach
-    generator = torch.Generator().manual_seed(0)
-    ids_T = torch.randint(0, target.vocab_size, (sum(lengths),), generator=generator)
-    positions_T = torch.cat([torch.arange(n) for n in lengths])
-    bounds = [0, *itertools.accumulate(lengths)]
-    alone_TKH = torch.cat([target.document_states(ids_T[a:b]) for a, b in itertools.pairwise(bounds)]).float()
-    try:
-        row_TKH = target.row_states(ids_T, positions_T, bounds).float()
-    except (ValueError, TypeError, RuntimeError) as error:
-        return f"one forward over several documents is refused: {error}"
-    # Different tile shapes round differently; a leak is of the size of the states themselves.
-    tolerance = 1e-4 if target.dtype == torch.float32 else 5e-2
-    error_T = (row_TKH - alone_TKH).norm(dim=1) / alone_TKH.norm(dim=1).clamp(min=1e-6)
-    worst = float(error_T.max())
-    return None if worst <= tolerance else f"states differ by {worst:.1%} from the documents alone"
 
 
 def _rope_theta(text_config: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -26,27 +26,45 @@ class TargetForwardLoop:
         outboxes: Sequence[Channel[HiddenBatch]],
         gate: Gate,
         clock: StageClock,
+        *,
+        name: str = "target0",
+        warm_up: Callable[[TargetModel], None] | None = None,
     ) -> None:
+        """`warm_up` compiles the target's forward, in the turn that the gate holds for `name`."""
         self._make_target = make_target
         self._rules = rules
         self._inbox = inbox
         self._outboxes = outboxes
         self._gate = gate
         self._clock = clock
+        self._name = name
+        self._warm_up = warm_up
 
     def run(self) -> None:
         """The thread's life. Leaving for any reason frees the prefetcher, which may be waiting to put."""
         try:
-            # No torch work before the gate: another thread may be compiling.
-            with self._clock.state("input"):
-                self._gate.wait_open()
-            with self._rules(), torch.no_grad():
+            with ExitStack() as life:
+                target = None
+                if self._warm_up is not None:
+                    with self._gate.turn(self._name):
+                        target = self._enter(life)
+                        self._warm_up(target)
+                # No torch work before the gate outside of a turn: another thread may be compiling.
+                with self._clock.state("input"):
+                    self._gate.wait_open()
+                if target is None:
+                    target = self._enter(life)
                 self._clock.follow_device()
-                self._forward_all(self._make_target())
+                self._forward_all(target)
         finally:
             self._inbox.cancel()
         for outbox in self._outboxes:
             outbox.close()
+
+    def _enter(self, life: ExitStack) -> TargetModel:
+        life.enter_context(self._rules())
+        life.enter_context(torch.no_grad())
+        return self._make_target()
 
     def _forward_all(self, target: TargetModel) -> None:
         batches = iter(self._inbox)

@@ -1,0 +1,87 @@
+"""Whether a target runs a packed row in one forward, or its documents one by one: tried out, never assumed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from trainer.config import TargetConfig
+from trainer.model.target_layers import TakenApart, Tokenwise, TrunkLayer, unknown_layer
+from trainer.model.target_models import TargetError, capture_outputs, decoder_layers, make_body
+
+if TYPE_CHECKING:
+    from trainer.model.targets import Target
+
+
+def is_hybrid(model: Any) -> bool:
+    """Whether some layers carry a recurrent state (GatedDeltaNet) instead of attending."""
+    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "documents"]:
+    """Try a row of three documents against the same documents alone; takes the target's layers apart where needed.
+
+    Raises TargetError where `row` is asked for and would leak.
+    """
+    needs_row = config.packing == "row" or config.compile
+    if config.packing == "documents" or (target.device.type == "cpu" and not needs_row):
+        return "documents"
+    if config.compile:
+        target.apart = take_apart(target, compile=True)
+    leak = packing_leak(target)
+    if leak is not None and needs_row and is_hybrid(target.model):
+        apart = target.apart = target.apart or take_apart(target, compile=False)
+        apart.run_by_document()
+        leak = packing_leak(target)
+    if leak is None:
+        return "row"
+    target.apart = None
+    if needs_row:
+        raise TargetError(
+            f"{target.name} does not keep packed documents apart in one forward ({leak}); set target.packing=documents"
+            + (" and leave target.compile off" if config.compile else "")
+        )
+    return "documents"
+
+
+def packing_leak(target: Target) -> str | None:
+    """How a packed row differs from its documents alone; None where it does not."""
+    lengths = (70, 5, 130)  # around a chunk of the linear attention, and shorter than its convolution's reach
+    generator = torch.Generator().manual_seed(0)
+    ids_T = torch.randint(0, target.vocab_size, (sum(lengths),), generator=generator)
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    bounds = [0, *itertools.accumulate(lengths)]
+    alone_TKH = torch.cat([target.document_states(ids_T[a:b]) for a, b in itertools.pairwise(bounds)]).float()
+    try:
+        row_TKH = target.row_states(ids_T, positions_T, bounds).float()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"one forward over several documents is refused: {error}"
+    # Different tile shapes round differently; a leak is of the size of the states themselves.
+    tolerance = 1e-4 if target.dtype == torch.float32 else 5e-2
+    error_T = (row_TKH - alone_TKH).norm(dim=1) / alone_TKH.norm(dim=1).clamp(min=1e-6)
+    worst = float(error_T.max())
+    return None if worst <= tolerance else f"states differ by {worst:.1%} from the documents alone"
+
+
+def take_apart(target: Target, *, compile: bool) -> TakenApart:
+    """The target's layers as shells in which norms and MLPs can be compiled. Raises TargetError."""
+    layers = decoder_layers(target.model)
+    for number, layer in enumerate(layers):
+        if (reason := unknown_layer(layer)) is not None:
+            raise TargetError(
+                f"the layers of {target.name} cannot be taken apart: layer {number}: {reason}, and the trainer knows a "
+                "norm, attention or GatedDeltaNet, a norm and a gated MLP; leave target.compile off and set "
+                "target.packing=documents"
+            )
+    tokenwise = Tokenwise(target.device)
+    shells = [TrunkLayer(layer, tokenwise) for layer in layers]
+    capture_outputs(shells, target.layer_ids, target._captured)
+    return TakenApart(
+        tokenwise=tokenwise,
+        layers=shells,
+        trunk=make_body(target.model, shells[: target.layer_ids[-1] + 1], norm=False),
+        body=make_body(target.model, shells, norm=True),
+        compile=compile,
+    )
