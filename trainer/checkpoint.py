@@ -52,9 +52,9 @@ class Progress:
 
     step: int
     next_batch: int
-    """Index of the first batch that was not consumed."""
+    """Index of the first batch that the next step needs: with data.reuse the oldest one in the reservoirs."""
     cursor: dict[str, Any] | None
-    """The data source after the last consumed batch; None before the first."""
+    """The data source before that batch; None at its beginning."""
     tokens: int = 0
     loss_first: float | None = None
     accept_len_first: float | None = None

@@ -137,9 +137,13 @@ class DataConfig:
     """Read jsonl, arrow and parquet in the order of their files, without an index; shuffled within windows."""
     shuffle_window: int = SHUFFLE_WINDOW
     """Documents of one such window, which are held at once; 1 keeps the order of the files."""
+    reuse: int = 1
+    """How many times each batch of hidden states is trained on, every time with anchors of its own (k)."""
+    reuse_reservoir: int | None = None
+    """Batches that each drafter keeps for that; more lie farther apart. None: as few as it takes, k."""
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "block_slots", "max_documents", "max_document_tokens", "shuffle_window"):
+        for name in ("token_budget", "block_slots", "max_documents", "max_document_tokens", "shuffle_window", "reuse"):
             _require(getattr(self, name) >= 1, f"data.{name} must be at least 1")
         if self.streaming:
             what = "data.source=stdlib" if self.source == "stdlib" else f"data.format={self.format}"
@@ -153,6 +157,16 @@ class DataConfig:
                 self.shuffle_window == SHUFFLE_WINDOW,
                 "data.shuffle_window has no effect without data.streaming: a mapped source is shuffled whole; set "
                 "data.streaming=true, or leave data.shuffle_window out",
+            )
+        if self.reuse_reservoir is not None:
+            _require(
+                self.reuse > 1,
+                "data.reuse_reservoir has no effect without data.reuse: set data.reuse=2 or more, or leave it out",
+            )
+            _require(
+                self.reuse_reservoir >= self.reuse,
+                f"data.reuse_reservoir must be at least data.reuse ({self.reuse}): with fewer batches the repetitions "
+                "of one would follow each other",
             )
         _require(self.source.strip() != "", "data.source is empty; give `stdlib`, a file or a directory")
         _require(self.max_document_tokens >= 2, "data.max_document_tokens must be at least 2: an anchor and its label")

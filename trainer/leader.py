@@ -6,7 +6,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from trainer.balance import BalanceWatch, stages_of
 from trainer.channel import Channel
 from trainer.checkpoint import Progress, Snapshot, copy_to_cpu
 from trainer.config import TrainConfig
+from trainer.data.reuse import ReusePlan
 from trainer.metrics import Event, Step
 from trainer.parts import DrafterStep, StepNumbers
 from trainer.reduce import Round
@@ -30,6 +32,22 @@ class Diverged(Exception):
 
 class _Sized(Protocol):
     def __len__(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What all drafters trained on: for the first time, and again (data.reuse)."""
+
+    tokens: int = 0
+    blocks: int = 0
+    tokens_again: int = 0
+    blocks_again: int = 0
+
+    def add(self, step: Sequence[Consumed]) -> None:
+        self.tokens += sum(c.tokens for c in step)
+        self.blocks += sum(c.blocks for c in step)
+        self.tokens_again += sum(c.tokens_again for c in step)
+        self.blocks_again += sum(c.blocks_again for c in step)
 
 
 class RunLeader:
@@ -61,14 +79,16 @@ class RunLeader:
         self._check_steady = check_steady
         self._save_now = save_now
         self._last_saved = last_saved
-        self._balance = BalanceWatch(stages_of(config.topology), log_every=config.run.log_every)
+        self._balance = BalanceWatch(
+            stages_of(config.topology), log_every=config.run.log_every, reuse=config.data.reuse
+        )
         self._utilization = dict.fromkeys(clocks, 0.0)
         self._logged = progress.step
         self._first: WeightSnapshot | None = None
         self._began = self._window_began = time.monotonic()
         self._tokens = progress.tokens
-        self._window_tokens = self._window_blocks = 0
-        self._own_tokens = self._own_blocks = 0
+        self._window, self._own = _Passed(), _Passed()
+        self._plan = ReusePlan.of(config.data)
 
     def first_snapshot(self) -> WeightSnapshot:
         """The weights that training starts with."""
@@ -91,12 +111,9 @@ class RunLeader:
         """Log, publish and save what is due after optimizer step `number` (1-based)."""
         run = self._config.run
         consumed: list[Consumed] = list(decided.notes)
-        tokens, blocks = sum(c.tokens for c in consumed), sum(c.blocks for c in consumed)
-        self._tokens += tokens
-        self._own_tokens += tokens
-        self._own_blocks += blocks
-        self._window_tokens += tokens
-        self._window_blocks += blocks
+        self._tokens += sum(c.tokens for c in consumed)
+        self._own.add(consumed)
+        self._window.add(consumed)
         last = decided.stop or number == run.max_steps
         log = last or number % run.log_every == 0 or number == self._progress.step + 1
         save = last or number % run.checkpoint_every == 0
@@ -106,7 +123,7 @@ class RunLeader:
                 self._diverged(number, step, numbers, consumed[-1].cursor)
             if log:
                 self._check_steady()
-                self._log(number, numbers, consumed[-1].cursor, last=last)
+                self._log(number, numbers, consumed[-1].skipped, last=last)
         if decided.stop:
             self._box.cancel()  # a stop has seconds, an evaluation may need minutes
         elif save or number % run.eval_every == 0:
@@ -117,21 +134,22 @@ class RunLeader:
         if last:
             self._saves.close()
 
-    def _log(self, number: int, numbers: StepNumbers, cursor: dict[str, Any], *, last: bool) -> None:
+    def _log(self, number: int, numbers: StepNumbers, skipped: dict[str, int], *, last: bool) -> None:
         now = time.monotonic()
         elapsed = max(now - self._window_began, 1e-9)
         since_open = max(now - self._began, 1e-9)
         times = {name: clock.read() for name, clock in self._clocks.items()}
         # A stage that reached no mark since the last step is where it was.
         self._utilization |= {name: round(t.share(t.busy), 4) for name, t in times.items() if t.elapsed > 0}
-        block = self._config.drafter.block_size
+        block, reuses = self._config.drafter.block_size, self._plan.times > 1
         self._keeper.update(
             steps=number,
             tokens=self._tokens,
             seconds=since_open,
-            context_tokens_per_s=self._own_tokens / since_open,
-            block_tokens_per_s=self._own_blocks * block / since_open,
-            skipped=cursor.get("skipped", {}),
+            context_tokens_per_s=self._own.tokens / since_open,
+            block_tokens_per_s=self._own.blocks * block / since_open,
+            reused_context_tokens_per_s=self._own.tokens_again / since_open if reuses else None,
+            skipped=skipped,
             loss_first=numbers.loss,
             loss_last=numbers.loss,
         )
@@ -143,8 +161,10 @@ class RunLeader:
                 accept_len=numbers.accept_len,
                 accuracy=numbers.accuracy,
                 tokens=self._tokens,
-                context_tokens_per_s=self._window_tokens / elapsed,
-                block_tokens_per_s=self._window_blocks * block / elapsed,
+                context_tokens_per_s=self._window.tokens / elapsed,
+                block_tokens_per_s=self._window.blocks * block / elapsed,
+                reused_context_tokens_per_s=self._window.tokens_again / elapsed if reuses else None,
+                reused_block_tokens_per_s=self._window.blocks_again * block / elapsed if reuses else None,
                 lr=numbers.lr,
                 grad_norm=numbers.grad_norm,
                 memory_gb=memory_gb(),
@@ -158,9 +178,11 @@ class RunLeader:
         if balance := self._balance.due(number, last=last):
             self._keeper.update(balance=balance.text)
             self._emit(balance)
-        self._window_began, self._window_tokens, self._window_blocks = now, 0, 0
+        self._window_began, self._window = now, _Passed()
 
-    def _diverged(self, number: int, step: DrafterStep, numbers: StepNumbers, cursor: dict[str, Any]) -> NoReturn:
+    def _diverged(
+        self, number: int, step: DrafterStep, numbers: StepNumbers, cursor: dict[str, Any] | None
+    ) -> NoReturn:
         if numbers.updated:
             saved = self._last_saved()
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was due before"
@@ -172,11 +194,11 @@ class RunLeader:
             "last batches (NaN in hidden states?), or lower optim.lr, and go on with --resume auto"
         )
 
-    def _snapshot(self, number: int, step: DrafterStep, cursor: dict[str, Any]) -> Snapshot:
+    def _snapshot(self, number: int, step: DrafterStep, cursor: dict[str, Any] | None) -> Snapshot:
         summary = self._keeper.summary
         progress = Progress(
             step=number,
-            next_batch=number * len(self._config.topology.drafter) * self._config.optim.micro_steps,
+            next_batch=self._plan.oldest(number * self._config.optim.micro_steps) * len(self._config.topology.drafter),
             cursor=cursor,
             tokens=self._tokens,
             loss_first=summary.loss_first,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.config import ConfigError, TrainConfig
+from trainer.data.reuse import ReusePlan
 
 CONTEXT_BYTES = 1_000_000_000
 """One CUDA context with its libraries' workspaces."""
@@ -56,6 +57,9 @@ def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
     batch = config.data.token_budget * facts.features * facts.hidden_size * _width(config)
     for device in topology.target:
         queued = (config.run.queue_depth + 1) * len(topology.drafter)
+        # What drafters keep for data.reuse lies where it was made, spread evenly over the targets.
+        kept = (ReusePlan.of(config.data).reservoir - 1) * len(topology.drafter)
+        queued += -(-kept // len(topology.target))
         found.append(Need(f"hidden states waiting on {device}", device, queued * batch))
     for rank, device in enumerate(topology.drafter):
         # Embedding and head come from the first target; elsewhere they are copied.

@@ -67,7 +67,8 @@ class Step:
     accept_len: float
     accuracy: float
     tokens: int
-    """Context tokens trained on since the run began, resumed part included."""
+    """Context tokens trained on since the run began, resumed part included; each counts once, however often it is
+    reused."""
     context_tokens_per_s: float
     block_tokens_per_s: float
     lr: float
@@ -80,6 +81,9 @@ class Step:
     """Share of the time in which each stage worked; of a stage on a GPU, its device on this stage's stream."""
     skipped_updates: int = 0
     """Steps so far that left the weights alone: no label in any batch, or a gradient that was not finite."""
+    reused_context_tokens_per_s: float | None = None
+    """Of batches that were trained on before (data.reuse), beside and never in `context_tokens_per_s`; None without."""
+    reused_block_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,7 +252,7 @@ def human(event: Event) -> list[str]:
                 f"step {event.step:>6}/{event.max_steps}  loss {event.loss:.4f}  accept {event.accept_len:.3f}  "
                 f"acc {event.accuracy:.3f}  lr {event.lr:.2e}  grad {event.grad_norm:.2f}  "
                 f"ctx {event.context_tokens_per_s:,.0f} tok/s  blk {event.block_tokens_per_s:,.0f} tok/s  "
-                f"mem {event.memory_gb:.2f} GB  busy "
+                f"{_reused(event)}mem {event.memory_gb:.2f} GB  busy "
                 + " ".join(f"{name} {share:.0%}" for name, share in event.utilization.items())
                 + (f"  skipped updates {event.skipped_updates}" if event.skipped_updates else "")
             ]
@@ -275,6 +279,14 @@ def human(event: Event) -> list[str]:
             if event.error:
                 lines.extend(f"          {line}" for line in event.error.splitlines())
             return lines
+
+
+def _reused(event: Step) -> str:
+    if event.reused_context_tokens_per_s is None or event.reused_block_tokens_per_s is None:
+        return ""
+    return (
+        f"reused ctx {event.reused_context_tokens_per_s:,.0f} tok/s  blk {event.reused_block_tokens_per_s:,.0f} tok/s  "
+    )
 
 
 def _header(event: Start) -> list[str]:

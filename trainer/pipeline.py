@@ -12,7 +12,9 @@ Why it cannot deadlock: let m be the smallest batch number that its drafter has 
 holds ascending numbers, so nothing stands before m in any channel that m passes, and whoever handles m never
 waits for a smaller one: the prefetcher's and the target's put of m find an empty channel. Drafter m mod D is
 not waiting for the gradient exchange of an earlier step either: a step's batches are consecutive numbers, all
-smaller than m are consumed, so all drafters reach that exchange. Hence m is always on its way.
+smaller than m are consumed, so all drafters reach that exchange. Hence m is always on its way. With data.reuse
+"consumed" means taken: all drafters follow one plan, so what they take for a step is consecutive numbers still, and
+what they keep in their reservoirs stands in nobody's way.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from trainer.checkpoint import CheckpointStore, Loaded, Progress, Snapshot
 from trainer.collectives import choose
 from trainer.config import TrainConfig, to_dict
 from trainer.data.batch import HiddenBatch, PackedBatch
+from trainer.data.reuse import ReusePlan
 from trainer.foreseen import FORESEEN
 from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
@@ -144,12 +147,12 @@ class Pipeline:
             last_saved=lambda: self._saved,
         )
         self._on_gate_open = parts.on_gate_open
-        first, last = self._progress.step, run.max_steps
-        per_step = drafters * config.optim.micro_steps
+        first, last, micro_steps = self._progress.step, run.max_steps, config.optim.micro_steps
+        plan = ReusePlan.of(config.data)
         self._stages: dict[str, Callable[[], None]] = {
             "prefetcher": BatchPrefetcher(
                 lambda: parts.open_source(self._progress.cursor),
-                range(first * per_step, last * per_step),
+                range(plan.oldest(first * micro_steps) * drafters, plan.taken(last * micro_steps) * drafters),
                 packed,
                 self._gate,
                 clocks["prefetcher"],
@@ -177,8 +180,10 @@ class Pipeline:
                 self._gate,
                 clocks[f"drafter{d}"],
                 drafters=drafters,
-                micro_steps=config.optim.micro_steps,
+                micro_steps=micro_steps,
                 steps=range(first, last),
+                plan=plan,
+                cursor=self._progress.cursor,
                 state=resumed.optimizer if resumed else None,
                 leader=self._leader if d == 0 else None,
                 check_every=run.checkpoint_every,

@@ -17,6 +17,8 @@ class Summary:
     """Since the gate opened, in this process."""
     context_tokens_per_s: float = 0.0
     block_tokens_per_s: float = 0.0
+    reused_context_tokens_per_s: float | None = None
+    """Of batches that were trained on before; None without data.reuse."""
     loss_first: float | None = None
     loss_last: float | None = None
     accept_len_first: float | None = None
@@ -35,6 +37,7 @@ class Summary:
         lines = [
             f"steps                 {self.steps}",
             f"context tokens        {self.tokens:,} at {self.context_tokens_per_s:,.0f} tokens/s",
+            f"trained on again      {self.reused_context_tokens_per_s or 0.0:,.0f} context tokens/s",
             f"block tokens          {self.block_tokens_per_s:,.0f} tokens/s",
             f"loss                  {_arrow(self.loss_first, self.loss_last, '.4f')}",
             f"held-out acceptance   {_arrow(self.accept_len_first, self.accept_len_last, '.3f')}{self._ratio()}",
@@ -45,6 +48,8 @@ class Summary:
         ]
         if self.decode_accept_len is None:
             lines = [line for line in lines if not line.startswith("truly decoded")]
+        if self.reused_context_tokens_per_s is None:
+            lines = [line for line in lines if not line.startswith("trained on again")]
         return ["summary", *(f"  {line}" for line in lines)]
 
     def _ratio(self) -> str:

@@ -6,7 +6,7 @@ D document slots (data.max_documents), B block size, K captured target layers, H
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class PackedBatch:
     documents: int
     tokens: int
     """Context tokens that are not padding."""
+    again: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """(anchors_N, keep_N) of each further time that this batch is trained on (data.reuse)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +46,10 @@ class HiddenBatch:
     """Concatenated outputs of the captured layers, [T, K*H], on the target's device."""
     ready: Any = None
     """A CUDA event recorded on the target's stream after `hidden_TKH` was written; None on CPU."""
+
+    def time(self, before: int) -> HiddenBatch:
+        """The batch as it is trained on after `before` times: the same states, other anchors."""
+        if before == 0:
+            return self
+        anchors_N, keep_N = self.packed.again[before - 1]
+        return replace(self, packed=replace(self.packed, anchors_N=anchors_N, keep_N=keep_N))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.data.batch import PackedBatch
+from trainer.data.order import seed_for
 from trainer.model.anchors import anchor_generator, sample_anchors
 
 
@@ -52,8 +53,12 @@ def pack(
     max_documents: int,
     run_seed: int,
     anchors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    reuse: int = 1,
 ) -> PackedBatch:
-    """Lay documents one after another and draw their anchors (or take `anchors`, for evaluation)."""
+    """Lay documents one after another and draw their anchors (or take `anchors`, for evaluation).
+
+    With `reuse` further anchors are drawn for each further time that the batch will be trained on.
+    """
     lengths = [len(document) for document in documents]
     total = sum(lengths)
     if total > token_budget or len(documents) > max_documents:
@@ -76,6 +81,7 @@ def pack(
     positions_T[total:] = torch.arange(token_budget - total)
     if anchors is None:
         anchors = sample_anchors(loss_mask_T, doc_ids_T, block_slots, anchor_generator(run_seed, index))
+    again = [torch.Generator().manual_seed(seed_for("anchors", run_seed, index, before)) for before in range(1, reuse)]
     return PackedBatch(
         index=index,
         cursor=cursor,
@@ -88,4 +94,5 @@ def pack(
         keep_N=anchors[1],
         documents=len(documents),
         tokens=total,
+        again=tuple(sample_anchors(loss_mask_T, doc_ids_T, block_slots, generator) for generator in again),
     )

@@ -83,6 +83,7 @@ class BatchStream(Iterator[PackedBatch]):
             block_slots=config.block_slots,
             max_documents=config.max_documents,
             run_seed=self._run_seed,
+            reuse=config.reuse,
         )
 
     def _gap(self, candidates: list[tuple[Ref, Document]]) -> bool:

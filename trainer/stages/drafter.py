@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from trainer.channel import Channel, Closed
 from trainer.data.batch import HiddenBatch
+from trainer.data.reuse import ReusePlan
 from trainer.gate import Gate
 from trainer.parts import DrafterStep
 from trainer.reduce import GradientExchange, Round
@@ -20,10 +21,16 @@ from trainer.stages.prefetch import DataEnded
 class Consumed:
     """What one drafter used up in one step; the leader sees those of all drafters."""
 
-    cursor: dict[str, Any]
-    """Of its last batch. The last drafter's is the newest of the step."""
+    cursor: dict[str, Any] | None
+    """Of the last batch that will not be needed again; None: there is none yet. The last drafter's is the newest."""
+    skipped: dict[str, int]
+    """Documents left out so far, by reason."""
     tokens: int
+    """Context tokens that were trained on for the first time, and blocks likewise."""
     blocks: int
+    tokens_again: int
+    """Those of batches that were trained on before (data.reuse)."""
+    blocks_again: int
 
 
 class Leader(Protocol):
@@ -39,7 +46,10 @@ class Leader(Protocol):
 
 
 class DrafterTrainLoop:
-    """Trains on batches rank, rank + D, rank + 2 D, ... in this order, `micro_steps` of them a step."""
+    """Trains on batches rank, rank + D, rank + 2 D, ... as `plan` says, `micro_steps` times a step.
+
+    `cursor` is where the data source stands before the oldest batch that the first step needs.
+    """
 
     def __init__(
         self,
@@ -54,6 +64,8 @@ class DrafterTrainLoop:
         drafters: int,
         micro_steps: int,
         steps: range,
+        plan: ReusePlan,
+        cursor: dict[str, Any] | None,
         state: dict[str, Any] | None,
         leader: Leader | None,
         check_every: int,
@@ -68,6 +80,11 @@ class DrafterTrainLoop:
         self._drafters = drafters
         self._micro_steps = micro_steps
         self._steps = steps
+        self._plan = plan
+        self._cursor = cursor
+        self._taken = plan.oldest(steps.start * micro_steps)
+        self._reservoir: dict[int, HiddenBatch] = {}
+        self._skipped: dict[str, int] = {}
         self._state = state
         self._leader = leader
         self._check_every = check_every
@@ -103,18 +120,19 @@ class DrafterTrainLoop:
         return step
 
     def _train(self, step: DrafterStep) -> None:
-        index = self._steps.start * self._drafters * self._micro_steps + self._rank
         for number in self._steps:
-            tokens = blocks = 0
-            for _ in range(self._micro_steps):
-                batch = self._next(index)
-                index += self._drafters
-                tokens += batch.packed.tokens
-                blocks += int(batch.packed.keep_N.sum())  # a CPU tensor: no device is waited for
+            tokens, blocks = [0, 0], [0, 0]  # for the first time, again
+            for place in range(number * self._micro_steps, (number + 1) * self._micro_steps):
+                own, before = self._plan.at(place)
+                batch = self._batch(own).time(before)
+                tokens[before > 0] += batch.packed.tokens
+                blocks[before > 0] += int(batch.packed.keep_N.sum())  # a CPU tensor: no device is waited for
                 with self._clock.state("busy", batch=True):
                     step.load(batch)
                     step.accumulate()
-            consumed = Consumed(batch.packed.cursor, tokens, blocks)
+                self._let_go(self._plan.oldest(place + 1))
+                del batch  # while the next one is waited for, its states would take room
+            consumed = Consumed(self._cursor, self._skipped, tokens[0], blocks[0], tokens[1], blocks[1])
             with self._clock.state("exchange"):
                 decided = self._exchange.reduce(self._rank, step.grads, step.stats, consumed)
             with self._clock.state("busy"):
@@ -132,6 +150,19 @@ class DrafterTrainLoop:
             fingerprint = step.fingerprint()
             with self._clock.state("exchange"):
                 self._exchange.agree(self._rank, fingerprint, number)
+
+    def _batch(self, own: int) -> HiddenBatch:
+        """This drafter's batch `own`; taken from the targets, with those before it, when it is needed first."""
+        while self._taken <= own:
+            taken = self._reservoir[self._taken] = self._next(self._taken * self._drafters + self._rank)
+            self._skipped = taken.packed.cursor.get("skipped", {})
+            self._taken += 1
+        return self._reservoir[own]
+
+    def _let_go(self, oldest: int) -> None:
+        """Drop what is older, and remember where the data stood after the newest of it."""
+        for own in [own for own in self._reservoir if own < oldest]:
+            self._cursor = self._reservoir.pop(own).packed.cursor
 
     def _next(self, index: int) -> HiddenBatch:
         inbox = self._inboxes[index % len(self._inboxes)]
