@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
 
-.PHONY: demo test lint bench format clean
+.PHONY: demo test lint bench bench-route format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,8 +37,12 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# As root on Debian. On a GPU machine: python -m trainer bench drafter|target|threads|peers.
+# What this machine can run; the peer needs a network and is called by name: python -m trainer bench peers.
 bench: $(STAMP)
+	@$(OFFLINE) $(BIN)/python -m benchmarks.table
+
+# The laptop's side, as root on Debian.
+bench-route: $(STAMP)
 	@tests/sandbox/install.sh
 	$(OFFLINE) $(BIN)/python -m benchmarks.route
 

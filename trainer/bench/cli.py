@@ -1,4 +1,4 @@
-"""`python -m trainer bench drafter|target|threads|peers --shape 27b|8b|tiny`: a line for each result as it comes."""
+"""`python -m trainer bench drafter|target|pipeline|threads|peers --shape 27b|8b|tiny`: a line for each result."""
 
 from __future__ import annotations
 
@@ -22,11 +22,21 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     """The command line of `trainer bench`."""
     made = argparse.ArgumentParser(prog="trainer bench", description=__doc__)
-    made.add_argument("part", choices=("drafter", "target", "threads", "peers"))
-    made.add_argument("--shape", choices=("27b", "8b", "tiny"), default="tiny")
+    made.add_argument("part", choices=("drafter", "target", "pipeline", "threads", "peers"))
+    made.add_argument(
+        "--shape", choices=("27b", "8b", "tiny"), nargs="+", default=["tiny"], help="one, or several in one process"
+    )
     made.add_argument("--documents", type=int, nargs="+", default=[1, 4], help="documents in one packed row")
     made.add_argument("--threads", type=int, nargs="+", default=[1, 4], help="drafter threads on one device")
-    made.add_argument("--steps", type=int, default=100, help="steps of each thread (threads)")
+    made.add_argument(
+        "--graphs", choices=("none", "step"), nargs="+", default=["none", "step"], help="kinds of CUDA graphs (threads)"
+    )
+    made.add_argument("--targets", nargs="+", metavar="DEVICE", help="devices of the targets (pipeline)")
+    made.add_argument("--drafters", nargs="+", metavar="DEVICE", help="devices of the drafters (pipeline)")
+    made.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="settings", help="settings of the run (pipeline)"
+    )
+    made.add_argument("--steps", type=int, help="steps of each thread (threads, 100) or of the run (pipeline, 30)")
     made.add_argument("--repeats", type=int, default=12, help="timed steps or forwards (drafter, target, peers)")
     made.add_argument("--tokens", type=int, help="tokens of one row (target); default: 8192, tiny 1024")
     made.add_argument(
@@ -49,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from trainer.bench.measure import BenchError, matmul_ceiling
+    from trainer.config import ConfigError
     from trainer.model.target_models import TargetError
 
     torch_setup.configure_process()
@@ -60,16 +71,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts: dict[str, Callable[[argparse.Namespace, torch.device, float], Iterator[Any]]] = {
         "drafter": _drafter,
         "target": _target,
+        "pipeline": _pipeline,
         "threads": _threads,
         "peers": _peers,
     }
     try:
-        for result in parts[arguments.part](arguments, device, ceiling):
-            _say(dataclasses.asdict(result), arguments.json)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    except (BenchError, TargetError) as error:
+        for shape in arguments.shape:
+            one = argparse.Namespace(**{**vars(arguments), "shape": shape})
+            for result in parts[arguments.part](one, device, ceiling):
+                _say(dataclasses.asdict(result), arguments.json)
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    except (BenchError, ConfigError, TargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -119,12 +133,34 @@ def _target(arguments: argparse.Namespace, device: torch.device, ceiling: float)
             )
 
 
-def _threads(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
-    from trainer.bench.threads import bench_threads
+def _pipeline(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
+    from trainer.bench.pipeline import STEPS, bench_pipeline
 
+    for documents in arguments.documents:
+        yield bench_pipeline(
+            arguments.shape,
+            documents,
+            targets=arguments.targets or [str(device)],
+            drafters=arguments.drafters or [str(device)],
+            steps=arguments.steps or STEPS,
+            repeats=arguments.repeats,
+            ceiling=ceiling,
+            settings=dict(setting.partition("=")[::2] for setting in arguments.settings),
+        )
+
+
+def _threads(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
+    """Each kind of graphs, and after both how they compare; without a GPU there are no graphs."""
+    from trainer.bench.threads import STEPS, ThreadsRatio, bench_threads
+
+    kinds = arguments.graphs if device.type == "cuda" else ["none"]
     for threads in arguments.threads:
-        for graphs in ("none", "step") if device.type == "cuda" else ("none",):
-            yield bench_threads(arguments.shape, threads, graphs, device, steps=arguments.steps)
+        done = {}
+        for graphs in kinds:
+            done[graphs] = bench_threads(arguments.shape, threads, graphs, device, steps=arguments.steps or STEPS)
+            yield done[graphs]
+        if {"none", "step"} <= done.keys():
+            yield ThreadsRatio.of(done["none"], done["step"])
 
 
 def _peers(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:

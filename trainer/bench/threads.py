@@ -15,6 +15,8 @@ from trainer import torch_setup
 from trainer.bench.drafter import kernel_parts
 from trainer.bench.shapes import SHAPES, bench_config, bench_step, random_batch
 
+STEPS = 100
+
 
 @dataclass(frozen=True, slots=True)
 class ThreadsResult:
@@ -31,6 +33,27 @@ class ThreadsResult:
     """CPU time of the process for one step."""
     kernels: float
     """GPU kernels, copies and fills of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadsRatio:
+    """Whole-step graphs against the same compiled step launched plainly, both of this process."""
+
+    shape: str
+    threads: int
+    speedup: float
+    """Steps a second of all threads, step over none."""
+    host_ratio: float
+    """CPU time of a step, step over none."""
+
+    @classmethod
+    def of(cls, plain: ThreadsResult, graphed: ThreadsResult) -> ThreadsRatio:
+        return cls(
+            plain.shape,
+            plain.threads,
+            graphed.steps_per_s / plain.steps_per_s,
+            graphed.host_ms / max(plain.host_ms, 1e-9),
+        )
 
 
 def bench_threads(name: str, threads: int, graphs: str, device: torch.device, *, steps: int) -> ThreadsResult:
