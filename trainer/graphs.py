@@ -54,11 +54,17 @@ class CapturedStep:
 
     @classmethod
     def capture(
-        cls, accumulate: Callable[[], None], apply: Callable[[], None], *, device: torch.device
+        cls,
+        accumulate: Callable[[], None],
+        apply: Callable[[], None],
+        *,
+        device: torch.device,
+        capturing: Callable[[], None] = lambda: None,
     ) -> CapturedStep:
         """Settle, then capture both halves on the calling thread's current stream.
 
         The stream must not be the device's default one: AccumulateGrad nodes and the capture have to agree on it.
+        `capturing` is called when all is settled and the first capture is about to begin.
         `thread_local`: another thread's unsafe call does not invalidate the capture; this thread's own does.
         """
         stream = torch.cuda.current_stream(device)
@@ -68,6 +74,7 @@ class CapturedStep:
             )
         cls.settle(accumulate, apply)
         torch.cuda.synchronize(device)
+        capturing()
         pool = torch.cuda.graph_pool_handle()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         for graph, half in zip(graphs, (accumulate, apply), strict=True):

@@ -168,6 +168,7 @@ class RunLeader:
                 lr=numbers.lr,
                 grad_norm=numbers.grad_norm,
                 memory_gb=memory_gb(),
+                memory=memory_by_device(),
                 queues={name: len(queue) for name, queue in self._queues.items()},
                 skipped_updates=number - numbers.step,
                 utilization=dict(self._utilization),
@@ -205,6 +206,17 @@ class RunLeader:
             accept_len_first=summary.accept_len_first,
         )
         return copy_to_cpu(progress, step.weights(), step.state_dict())
+
+
+def memory_by_device() -> dict[str, dict[str, int]]:
+    """What torch's allocator holds on each GPU that it was used on."""
+    if not torch.cuda.is_available():
+        return {}
+    held = {
+        f"cuda:{i}": {"reserved": torch.cuda.memory_reserved(i), "allocated": torch.cuda.max_memory_allocated(i)}
+        for i in range(torch.cuda.device_count())
+    }
+    return {device: figures for device, figures in held.items() if figures["reserved"]}
 
 
 def memory_gb() -> float:

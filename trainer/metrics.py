@@ -39,6 +39,14 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """A drafter is about to capture its step as CUDA graphs; its `warmup` follows."""
+
+    event: ClassVar[str] = "capture"
+    thread: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Warmup:
     """One thread passed the gate."""
 
@@ -79,6 +87,8 @@ class Step:
     """Items waiting in each channel."""
     utilization: dict[str, float]
     """Share of the time in which each stage worked; of a stage on a GPU, its device on this stage's stream."""
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Bytes of torch's allocator on each GPU: `reserved`, and the most `allocated` at once so far."""
     skipped_updates: int = 0
     """Steps so far that left the weights alone: no label in any batch, or a gradient that was not finite."""
     reused_context_tokens_per_s: float | None = None
@@ -155,7 +165,7 @@ class End:
     summary: dict[str, Any] | None = None
 
 
-Event = Start | Warmup | GateOpen | Step | Eval | Balance | Checkpoint | End
+Event = Start | Capture | Warmup | GateOpen | Step | Eval | Balance | Checkpoint | End
 
 
 class _Board(Protocol):
@@ -243,6 +253,8 @@ def human(event: Event) -> list[str]:
     match event:
         case Start():
             return _header(event)
+        case Capture():
+            return [f"capture   {event.thread}"]
         case Warmup():
             return [f"warm-up   {event.thread} ready after {event.seconds:.1f} s"]
         case GateOpen():

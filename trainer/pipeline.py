@@ -37,7 +37,7 @@ from trainer.data.reuse import ReusePlan
 from trainer.foreseen import FORESEEN
 from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
-from trainer.metrics import Checkpoint, End, Eval, GateOpen, Metrics, Warmup
+from trainer.metrics import Capture, Checkpoint, End, Eval, GateOpen, Metrics, Warmup
 from trainer.parts import Evaluation, Parts
 from trainer.reduce import Drifted, InProcessExchange
 from trainer.scope import Scope, Stalled
@@ -187,6 +187,7 @@ class Pipeline:
                 state=resumed.optimizer if resumed else None,
                 leader=self._leader if d == 0 else None,
                 check_every=run.checkpoint_every,
+                on_capture=lambda name: self._metrics.emit(Capture(thread=name)),
             ).run
         for v, device in enumerate(verifiers):
             self._stages[f"verifier{v}"] = VerifierLoop(

@@ -250,8 +250,10 @@ class TrainStep:
             self.grads.zero_()
             self.stats.zero_()
 
-    def warm_up(self) -> None:
+    def warm_up(self, capturing: Callable[[], None] = lambda: None) -> None:
         """The whole first step, on the very buffers that training uses: compile, run, capture, replay.
+
+        `capturing` is called as a capture begins, where there is one.
 
         Hold the gate's turn: no other thread may run torch work meanwhile. Weights and optimizer end as they began.
         """
@@ -260,7 +262,7 @@ class TrainStep:
         steps = (self._accumulate, self._apply)
         if self.device.type == "cuda":
             if self.config.graphs == "step":
-                self._captured = CapturedStep.capture(*steps, device=self.device)
+                self._captured = CapturedStep.capture(*steps, device=self.device, capturing=capturing)
             else:
                 CapturedStep.settle(*steps)
             for step in (self.accumulate, self.apply):

@@ -100,6 +100,30 @@ def test_the_run_says_which_stage_holds_it_up(tmp_path: Path, capfd: pytest.Capt
     assert f"balance   step 25: {found['text']}" in capfd.readouterr().out
 
 
+def test_a_capture_is_told_before_its_warm_up_ends(tmp_path: Path) -> None:
+    """Whoever wants to act inside a capture waits for this event. A CPU captures nothing, so drafter 1 pretends to;
+    seen to fail with the callback not passed on."""
+    config = small_config({"run.max_steps": "1"})
+    real = small_parts(config)
+
+    def step(rank: int) -> DrafterStep:
+        made = real.step(rank)
+        assert isinstance(made, TrainStep)
+        if rank == 1:
+
+            def warm_up(capturing: Callable[[], None]) -> None:
+                TrainStep.warm_up(made, capturing)
+                capturing()
+
+            made.warm_up = warm_up  # type: ignore[method-assign]
+        return made
+
+    code, _ = run_small(config, tmp_path, parts=replace(real, step=step))
+    assert code == 0
+    told = [(row["event"], row["thread"]) for row in events(tmp_path) if row["event"] in ("capture", "warmup")]
+    assert told == [("warmup", "drafter0"), ("capture", "drafter1"), ("warmup", "drafter1"), ("warmup", "verifier0")]
+
+
 class TestEquality:
     """However many drafters and targets share the work, the step is that of one big batch."""
 
@@ -124,7 +148,7 @@ class TestEquality:
                 seen.append(made.grads / made.stats[STATS.index("denominator")])
                 apply()
 
-            def warm_up() -> None:
+            def warm_up(capturing: Callable[[], None]) -> None:
                 made.apply = apply  # type: ignore[method-assign]
                 TrainStep.warm_up(made)
                 made.apply = keep_and_apply  # type: ignore[method-assign]
@@ -328,7 +352,7 @@ class TestFailures:
                 made = parts.step(number)
                 if number == rank:
 
-                    def broken() -> None:
+                    def broken(*_arguments: object) -> None:
                         raise Boom(f"in {method}")
 
                     setattr(made, method, broken)

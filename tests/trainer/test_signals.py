@@ -136,7 +136,7 @@ def change(parts):
     def step(rank):
         made = real(rank)
         if rank == 1:
-            made.warm_up = lambda: hang_for_ever()
+            made.warm_up = lambda capturing: hang_for_ever()
         return made
     return replace(parts, step=step)
 
@@ -182,7 +182,7 @@ def test_term_during_warm_up_leaves_at_once_with_nothing_to_save(tmp_path: Path)
 
 
 STUCK_STEP = PREAMBLE.replace(
-    "made.warm_up = lambda: hang_for_ever()",
+    "made.warm_up = lambda capturing: hang_for_ever()",
     "made.accumulate = stuck(made)",
 ).replace(
     "def hang_for_ever",

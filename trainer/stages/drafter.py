@@ -69,6 +69,7 @@ class DrafterTrainLoop:
         state: dict[str, Any] | None,
         leader: Leader | None,
         check_every: int,
+        on_capture: Callable[[str], None],
     ) -> None:
         self._rank = rank
         self._make_step = make_step
@@ -88,6 +89,7 @@ class DrafterTrainLoop:
         self._state = state
         self._leader = leader
         self._check_every = check_every
+        self._on_capture = on_capture
 
     @property
     def name(self) -> str:
@@ -113,7 +115,7 @@ class DrafterTrainLoop:
         if self._state is not None:
             step.load_state_dict(self._state)
             self._state = None  # it may be tens of gigabytes
-        step.warm_up()
+        step.warm_up(lambda: self._on_capture(self.name))
         self._exchange.rehearse(self._rank, step.grads, step.stats)
         if self._leader is not None:
             self._leader.ready(step)

@@ -1,4 +1,6 @@
-"""What the GPU tests run, each in a process of its own: `python -m tests.trainer.gpu.cases NAME`.
+"""What the GPU tests run, each in a process of its own: `python -m tests.trainer.gpu.cases NAME [DEVICES]`.
+
+DEVICES, as cuda:0,cuda:1, are those of the cases over several devices (default: every GPU).
 
 A process of its own because these are the failures themselves: some hang, some leave CUDA or Dynamo in a state that no
 later test could use.
@@ -31,18 +33,21 @@ from trainer.reduce import InProcessExchange  # noqa: E402
 from trainer.scope import Scope  # noqa: E402
 from trainer.step import StepMetrics, TargetEnds, TrainStep  # noqa: E402
 
-DEVICE = "cuda:0"
+DEVICES = sys.argv[2].split(",") if __name__ == "__main__" and len(sys.argv) > 2 else []
+DEVICE = DEVICES[0] if DEVICES else "cuda:0"
 
 
 def gpu_config(graphs: str = "step", attention: str = "flex", **optim: float) -> TrainConfig:
     """A small drafter whose shapes still fill several tiles."""
     config = make_config(**optim)
+    if DEVICE == "cpu":
+        graphs, attention = "none", "sdpa"
     return replace(
         config,
         attention=attention,
         graphs=graphs,
         compile=attention == "flex",
-        target=replace(config.target, dtype="bfloat16"),
+        target=replace(config.target, dtype="float32" if DEVICE == "cpu" else "bfloat16"),
         drafter=replace(
             config.drafter, head_dim=32, block_size=8, intermediate_size=192, sliding_window=100, sliding_layers=(1,)
         ),
@@ -503,7 +508,7 @@ def a_hand_off_without_its_event_is_noticed() -> None:
 
 
 def every_device() -> list[str]:
-    return [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return DEVICES or [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
 def in_drafters(devices: list[str], life: Callable[[int], Any], scope: Scope) -> list[Any]:
@@ -628,7 +633,7 @@ def train_replicas(how: How, devices: list[str], config: TrainConfig, steps: int
 
 
 def replicas_by_peer_copies() -> None:
-    train_replicas("peer", every_device(), gpu_config(), 30)
+    train_replicas("peer", every_device(), gpu_config(), 3 if DEVICE == "cpu" else 30)
 
 
 def replicas_by_nccl() -> None:

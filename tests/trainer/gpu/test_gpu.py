@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.gpu.names import ON_ONE_DEVICE, OVER_DEVICES
+
 ROOT = Path(__file__).parents[3]
 
 pytestmark = [
@@ -28,33 +30,6 @@ def run_case(name: str, limit_s: float = 240.0, **environment: str) -> subproces
         timeout=limit_s,
         check=False,
     )
-
-
-ON_ONE_DEVICE = [
-    "tables_in_a_graph_equal_tables_on_the_cpu",
-    "flex_equals_the_oracle",
-    "captured_equals_uncaptured",
-    "two_drafters_through_the_gate",
-    "first_calls_through_a_gate",
-    "steady_step_never_waits_for_the_device",
-    "memory_is_flat",
-    "replay_from_another_thread_is_refused",
-    "capture_on_the_default_stream_is_refused",
-    "dense_fallback_is_refused",
-    "a_new_shape_after_the_gate_is_refused",
-    "warming_without_gradients_is_caught",
-    "compiler_graphs",
-    "hidden_states_survive_the_hand_off",
-    "a_hand_off_without_its_event_is_noticed",
-    "exchange_on_one_device",
-]
-OVER_DEVICES = [
-    "hidden_states_cross_devices",
-    "peer_exchange_over_devices",
-    "nccl_exchange_over_devices",
-    "replicas_by_peer_copies",
-    "replicas_by_nccl",
-]
 
 
 @pytest.mark.parametrize("name", ON_ONE_DEVICE)

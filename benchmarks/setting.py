@@ -1,0 +1,64 @@
+"""The machine at hand, and the small run that start-up and stops are measured with."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+
+from trainer import torch_setup
+from trainer.launch import versions
+from trainer.topology import probe_hardware
+
+SMALL = {
+    "run.tensorboard": "false",
+    "run.log_every": "1",
+    "run.eval_every": "100000",
+    "run.checkpoint_every": "100000",
+    "run.decode_prompts": "0",
+    "run.gate_deadline_s": "200",
+}
+"""The shipped target and drafter, every step logged, nothing evaluated on the way."""
+SMALLER = {
+    "data.token_budget": "192",
+    "data.block_slots": "12",
+    "data.max_documents": "4",
+    "data.max_document_tokens": "96",
+    "data.heldout_documents": "2",
+    "drafter.num_layers": "1",
+    "drafter.sliding_layers": "0",
+    "drafter.intermediate_size": "64",
+}
+"""On a CPU the logic is what is tried, not the speed."""
+
+
+def small_run(on_gpu: bool) -> dict[str, str]:
+    """Overrides for the command line."""
+    return SMALL if on_gpu else SMALL | SMALLER
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What stands at the head of the results."""
+
+    devices: tuple[str, ...]
+    names: tuple[str, ...]
+
+    def head(self) -> dict[str, str]:
+        """Card, versions, date."""
+        kinds = dict.fromkeys(self.names)
+        cards = ", ".join(f"{self.names.count(name)} x {name}" for name in kinds) or "no GPU"
+        packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+        return {
+            "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "cards": cards,
+            "versions": packages,
+            "machine": platform.machine(),
+        }
+
+
+def this_machine() -> Machine:
+    """The GPUs here; without one, one CPU."""
+    torch_setup.set_environment()
+    names = probe_hardware().gpus
+    return Machine(tuple(f"cuda:{i}" for i in range(len(names))) or ("cpu",), names)
