@@ -12,7 +12,7 @@ Shape legend: P elements of the flat buffer (all parameters, each padded to a mu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,18 @@ class FlatLayout:
             name: flat_P[offset : offset + math.prod(shape)].view(shape)
             for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)
         }
+
+    def joined(self, flat_P: torch.Tensor, names: Sequence[str]) -> torch.Tensor | None:
+        """Matrices that follow each other in the buffer as one, rows below rows; None where padding lies between."""
+        where = [self.names.index(name) for name in names]
+        start = end = self.offsets[where[0]]
+        rows, columns = 0, self.shapes[where[0]][-1]
+        for at in where:
+            if self.offsets[at] != end or len(self.shapes[at]) != 2 or self.shapes[at][1] != columns:
+                return None
+            rows += self.shapes[at][0]
+            end += math.prod(self.shapes[at])
+        return flat_P[start:end].view(rows, columns)
 
 
 def flatten_parameters(module: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[FlatLayout, torch.Tensor]:

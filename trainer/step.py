@@ -14,7 +14,7 @@ P flat parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,15 @@ class TrainStep:
             parameters[name].data = weight
             parameters[name].grad = grad
 
+        def joined(names: Sequence[str]) -> torch.Tensor | None:
+            weight, grad = (self.layout.joined(flat_P, names) for flat_P in (weights_P, self._backward_P))
+            if weight is None:
+                return None
+            leaf = weight.detach().requires_grad_()
+            leaf.grad = grad
+            return leaf
+
+        self.drafter.join(joined)
         self._features = self.drafter.fc.in_features
         # Labels that the target makes come from its final states, which then follow the captured ones.
         final = 0 if config.loss.labels == "tokens" else self.drafter.shape.hidden_size

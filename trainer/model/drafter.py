@@ -11,7 +11,7 @@ the whole forward compiles and captures as it stands.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,9 @@ def rotate(x: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor) -> torch
 class Attention(nn.Module):
     """Queries from the block; keys and values from [fused context ; block] through the same projections."""
 
+    qkv_CH: torch.Tensor | None = None
+    """The three projections as one matrix, where `Drafter.join` found them next to each other in memory."""
+
     def __init__(self, hidden_size: int, config: DrafterConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -113,7 +116,19 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], -1, self.head_dim)
+        return x.reshape(x.shape[0], -1, self.head_dim)
+
+    def _project(
+        self, block_QH: torch.Tensor, context_TH: torch.Tensor, product: Product
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """(q, k, v) of the block and (k, v) of the context: two products where the weights are joined, else five."""
+        to_q, to_k, to_v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        if self.qkv_CH is None:
+            block = product(block_QH, to_q), product(block_QH, to_k), product(block_QH, to_v)
+            return block, (product(context_TH, to_k), product(context_TH, to_v))
+        sizes = [to_q.shape[0], to_k.shape[0], to_v.shape[0]]
+        both = product(block_QH, self.qkv_CH), product(context_TH, self.qkv_CH[sizes[0] :])
+        return torch.split(both[0], sizes, dim=1), torch.split(both[1], sizes[1:], dim=1)
 
     def forward(
         self,
@@ -125,18 +140,21 @@ class Attention(nn.Module):
         attend: Attend,
         product: Product,
     ) -> torch.Tensor:
-        to_q, to_k, to_v = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-        queries = self.q_norm(self._heads(product(block_QH, to_q))).transpose(0, 1)
-        context_keys = self.k_norm(self._heads(product(context_TH, to_k))).transpose(0, 1)
-        block_keys = self.k_norm(self._heads(product(block_QH, to_k))).transpose(0, 1)
+        (q, block_k, block_v), (context_k, context_v) = self._project(block_QH, context_TH, product)
+        queries = self.q_norm(self._heads(q)).transpose(0, 1)
+        context_keys = self.k_norm(self._heads(context_k)).transpose(0, 1)
+        block_keys = self.k_norm(self._heads(block_k)).transpose(0, 1)
         keys = torch.cat((rotate(context_keys, *context_rope), rotate(block_keys, *block_rope)), dim=1)
-        values = torch.cat((product(context_TH, to_v), product(block_QH, to_v)), dim=0)
+        values = torch.cat((context_v, block_v), dim=0)
         mixed = attend(layer_index, rotate(queries, *block_rope), keys, self._heads(values).transpose(0, 1))
         return product(mixed.transpose(0, 1).reshape(block_QH.shape[0], -1), self.o_proj.weight)
 
 
 class MLP(nn.Module):
     """SwiGLU."""
+
+    gate_up_CH: torch.Tensor | None = None
+    """Both input projections as one matrix, as in `Attention`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -145,7 +163,10 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, product: Product) -> torch.Tensor:
-        gate, up = product(x, self.gate_proj.weight), product(x, self.up_proj.weight)
+        if self.gate_up_CH is None:
+            gate, up = product(x, self.gate_proj.weight), product(x, self.up_proj.weight)
+        else:
+            gate, up = product(x, self.gate_up_CH).chunk(2, dim=1)
         return product(nn.functional.silu(gate) * up, self.down_proj.weight)
 
 
@@ -211,6 +232,18 @@ class Drafter(nn.Module):
             # Drawn on the CPU in fp32, so that the same seed gives the same drafter on every device and type.
             drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
             parameter.copy_(drawn)
+
+    def join(self, joined: Callable[[Sequence[str]], torch.Tensor | None]) -> None:
+        """Let projections of the same input run as one product; names, values and `state_dict` stay as they are.
+
+        `joined(names)` gives those parameters as one leaf over their own memory, or None where they do not lie next to
+        each other: these stay apart. Afterwards parameters may change in place only, not be moved or cast.
+        """
+        for index, layer in enumerate(self.layers):
+            attention, mlp = f"layers.{index}.self_attn", f"layers.{index}.mlp"
+            assert isinstance(layer, DrafterLayer)
+            layer.self_attn.qkv_CH = joined([f"{attention}.{x}_proj.weight" for x in "qkv"])
+            layer.mlp.gate_up_CH = joined([f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"])
 
     def fuse(self, hidden_TKH: torch.Tensor, product: Product = nn.functional.linear) -> torch.Tensor:
         """Captured states [T, K*H] -> context features [T, H], once for all layers."""
