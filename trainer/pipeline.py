@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -37,8 +36,9 @@ from trainer.data.reuse import ReusePlan
 from trainer.foreseen import FORESEEN
 from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
-from trainer.metrics import Capture, Checkpoint, End, Eval, GateOpen, Metrics, Warmup
-from trainer.parts import Evaluation, Parts
+from trainer.metrics import Capture, End, GateOpen, Metrics, Warmup
+from trainer.outcomes import Outcomes
+from trainer.parts import Parts
 from trainer.reduce import Drifted, InProcessExchange
 from trainer.scope import Scope, Stalled
 from trainer.stages.clock import StageClock
@@ -72,21 +72,18 @@ class Pipeline:
     ) -> None:
         self._config = config
         self._metrics = metrics
-        self._store = store
         self._progress = resumed.progress if resumed else Progress(step=0, next_batch=0, cursor=None)
         self._process_began = time.monotonic() if process_began is None else process_began
         self._stop_reason: str | None = None
-        self._saved = str(resumed.path) if resumed else None
-        self._save_lock = threading.Lock()
-        self._result_lock = threading.Lock()
-        self._results: dict[int, float] = {}
+        saved = str(resumed.path) if resumed else None
         self._keeper = SummaryKeeper()
+        self._outcomes = Outcomes(config, metrics, store, self._keeper, saved=saved)
         self._keeper.update(
             steps=self._progress.step,
             tokens=self._progress.tokens,
             loss_first=self._progress.loss_first,
             accept_len_first=self._progress.accept_len_first,
-            checkpoint=self._saved,
+            checkpoint=saved,
         )
         self.scope = Scope()
         self._box = SnapshotBox(self.scope)
@@ -108,7 +105,7 @@ class Pipeline:
             ]
             for t in range(targets)
         ]
-        self._saves: Channel[Snapshot] = Channel(1, name="checkpoints", scope=self.scope)
+        saves: Channel[Snapshot] = Channel(1, name="checkpoints", scope=self.scope)
         clocks = {stage.name: StageClock(stage.device) for stage in stages_of(topology)}
         self._gate = Gate(
             [
@@ -135,7 +132,7 @@ class Pipeline:
             emit=self._metrics.emit,
             keeper=self._keeper,
             box=self._box,
-            saves=self._saves,
+            saves=saves,
             clocks=clocks,
             queues={
                 **{channel.name: channel for channel in packed},
@@ -143,8 +140,8 @@ class Pipeline:
             },
             progress=self._progress,
             check_steady=parts.check_steady,
-            save_now=self._save,
-            last_saved=lambda: self._saved,
+            save_now=self._outcomes.save,
+            last_saved=self._outcomes.last_saved,
         )
         self._on_gate_open = parts.on_gate_open
         first, last, micro_steps = self._progress.step, run.max_steps, config.optim.micro_steps
@@ -157,7 +154,7 @@ class Pipeline:
                 self._gate,
                 clocks["prefetcher"],
             ).run,
-            "checkpoint-writer": self._write_checkpoints,
+            "checkpoint-writer": lambda: self._outcomes.write(saves),
         }
         for t, device in enumerate(topology.target):
             self._stages[f"target{t}"] = TargetForwardLoop(
@@ -198,7 +195,7 @@ class Pipeline:
                 self._box,
                 self._gate,
                 clocks[f"verifier{v}"],
-                self._evaluated,
+                self._outcomes.evaluated,
             ).run
 
     @property
@@ -279,56 +276,6 @@ class Pipeline:
         gc.freeze()
         self._leader.gate_opened()
         self._metrics.emit(GateOpen(seconds=time.monotonic() - self._process_began))
-
-    def _evaluated(self, step: int, evaluation: Evaluation, seconds: float) -> None:
-        if evaluation.blocks == 0:
-            self._metrics.say(
-                f"eval      step {step}: nothing to measure; no document is held out (data.heldout_documents, and at "
-                "most a quarter of the data)"
-            )
-            return
-        decoded = evaluation.decoded
-        self._keeper.update(accept_len_first=evaluation.accept_len, accept_len_last=evaluation.accept_len)
-        if decoded is not None:
-            self._keeper.update(decode_accept_len=decoded.accept_len)
-        self._metrics.emit(
-            Eval(
-                step=step,
-                accept_len=evaluation.accept_len,
-                by_position=evaluation.by_position,
-                blocks=evaluation.blocks,
-                seconds=seconds,
-                decode_accept_len=decoded.accept_len if decoded else None,
-                decode_by_position=decoded.by_position if decoded else None,
-                decode_rounds=decoded.blocks if decoded else None,
-            )
-        )
-        with self._result_lock:
-            self._results[step] = evaluation.accept_len
-        self._best(step, evaluation.accept_len)
-
-    def _best(self, step: int, accept_len: float) -> None:
-        if self._store.mark_best(step, accept_len):
-            self._metrics.say(f"best      step {step} has the highest held-out acceptance length so far")
-
-    def _write_checkpoints(self) -> None:
-        for snapshot in self._saves:
-            self._save(snapshot)
-
-    def _save(self, snapshot: Snapshot) -> str:
-        began = time.monotonic()
-        with self._save_lock:
-            path = str(self._store.save(snapshot, self._config))
-            self._saved = path
-        step = snapshot.progress.step
-        self._keeper.update(checkpoint=path)
-        self._metrics.emit(Checkpoint(step=step, path=path, seconds=time.monotonic() - began))
-        # The evaluation of these weights may have ended before they were on disk.
-        with self._result_lock:
-            accept_len = self._results.get(step)
-        if accept_len is not None:
-            self._best(step, accept_len)
-        return path
 
     def _leave_overdue(self, overdue: Overdue) -> NoReturn:
         self._metrics.say(overdue.stacks)
