@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ from trainer.model.attention import FlexAttention, layer_layouts  # noqa: E402
 from trainer.model.drafter import Drafter, DrafterShape  # noqa: E402
 from trainer.reduce import InProcessExchange  # noqa: E402
 from trainer.scope import Scope  # noqa: E402
+from trainer.stages.clock import StageClock, StageTimes  # noqa: E402
 from trainer.step import StepMetrics, TargetEnds, TrainStep  # noqa: E402
 
 DEVICES = sys.argv[2].split(",") if __name__ == "__main__" and len(sys.argv) > 2 else []
@@ -505,6 +507,46 @@ def hidden_states_cross_devices() -> None:
 def a_hand_off_without_its_event_is_noticed() -> None:
     """So that the case above is known to be able to fail."""
     assert wrong_values_after_hand_offs(waits=False) > 0
+
+
+def a_stage_is_timed_by_its_device() -> None:
+    """A host that runs ahead of a busy device; then a stream that waits for another one while its host does not."""
+    cycles = 100_000_000  # some 50 ms
+
+    def ahead() -> StageTimes:
+        clock = StageClock(DEVICE)
+        torch.cuda._sleep(1000)
+        torch.cuda.synchronize(DEVICE)
+        clock.follow_device()
+        for _ in range(10):
+            with clock.state("busy", batch=True):
+                torch.cuda._sleep(cycles)
+            with clock.state("output"):
+                time.sleep(0.005)
+        torch.cuda.synchronize(DEVICE)
+        return clock.read()
+
+    def behind() -> StageTimes:
+        clock, other = StageClock(DEVICE), torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.cuda.synchronize(DEVICE)
+        clock.follow_device()
+        for _ in range(10):
+            with torch.cuda.stream(other):
+                torch.cuda._sleep(cycles)
+                ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
+                ready.record()
+            with clock.state("input"):
+                clock.wait_event(ready)
+            with clock.state("busy", batch=True):
+                torch.cuda._sleep(1000)
+        torch.cuda.synchronize(DEVICE)
+        return clock.read()
+
+    busy, starved = on_one_thread(ahead, "target"), on_one_thread(behind)
+    print(busy, starved)
+    assert (busy.batches, starved.batches) == (10, 10)
+    assert busy.share(busy.busy) > 0.9
+    assert starved.share(starved.input) > 0.9
 
 
 def every_device() -> list[str]:

@@ -17,6 +17,7 @@ ON_ONE_DEVICE = [
     "hidden_states_survive_the_hand_off",
     "a_hand_off_without_its_event_is_noticed",
     "exchange_on_one_device",
+    "a_stage_is_timed_by_its_device",
 ]
 OVER_DEVICES = [
     "hidden_states_cross_devices",
