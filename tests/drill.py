@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.runbook import ROOT, Fence, fences
+from tests.waiting import PATIENCE_S
 
 PARTS = ("How to confirm", "Fix", "Verify")
-LIMIT_S = 150.0
 SHELL = ("/bin/bash", "-euc")
 
 Run = Callable[[str, Mapping[str, str]], subprocess.CompletedProcess[str]]
@@ -71,7 +71,7 @@ def shell(path: Path | str, cwd: Path, environment: Mapping[str, str], prefix: S
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=PATIENCE_S,
             check=False,
         )
 

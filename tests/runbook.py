@@ -25,7 +25,7 @@ class Fence:
 
     def check_syntax(self) -> None:
         """Raise where the shell could not parse the block."""
-        subprocess.run(["sh", "-n", "-c", self.script], check=True, capture_output=True, timeout=10)
+        subprocess.run(["sh", "-n", "-c", self.script], check=True, capture_output=True, timeout=60)
 
 
 def pages() -> list[Path]:

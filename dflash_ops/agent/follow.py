@@ -85,6 +85,8 @@ class _Position:
         self._emit = emit
         self.offset = 0
         self.inode = 0
+        self._until: int | None = None
+        """Where to stop: the end of the log as it was when its last lines were counted."""
 
     def begin(self, request: FollowRequest) -> None:
         try:
@@ -92,8 +94,10 @@ class _Position:
         except FileNotFoundError:
             return
         self.inode = info.st_ino
+        if not request.follow:
+            self._until = info.st_size
         if request.offset is None:
-            self.offset = line_start(self._path, request.lines)
+            self.offset = line_start(self._path, request.lines, info.st_size)
         elif request.inode not in (0, info.st_ino) or request.offset > info.st_size:
             self._emit(Progress("the log was replaced or cut; starting again at its beginning"))
         else:
@@ -113,7 +117,7 @@ class _Position:
                 self.offset = 0
             self.inode = info.st_ino
             file.seek(self.offset)
-            while piece := file.read(PIECE):
+            while piece := file.read(PIECE if self._until is None else max(0, min(PIECE, self._until - self.offset))):
                 if not self._emit(Data(self.offset, self.inode, piece)):
                     break
                 self.offset += len(piece)
@@ -121,12 +125,11 @@ class _Position:
         return sent
 
 
-def line_start(path: Path, lines: int) -> int:
-    """The offset at which the last `lines` lines begin; an unfinished last line counts as one."""
+def line_start(path: Path, lines: int, end: int) -> int:
+    """The offset at which the last `lines` lines of the first `end` bytes begin; an unfinished last line counts."""
     if lines < 0:
         return 0
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
         if lines == 0:
             return end
         position, wanted = end, lines

@@ -4,6 +4,7 @@
 
     standin.steps     how many steps it takes (default 3)
     standin.interval  seconds between them
+    standin.until     stumble only once this file exists
     standin.mode      normal | crash (exit 3 after a step) | deaf (ignores TERM) | family (leaves a child behind) |
                       stumble (saves, then exits 3, unless it was resumed) | oom (runs out of CUDA memory) |
                       hungry (takes 32 MiB a step once RUN/eat exists) | slow-start (hears no signal for a minute)
@@ -17,7 +18,7 @@ MAIN = """\
 import json, os, pathlib, signal, subprocess, sys, time
 
 VARIANTS = {"threadwarm": "gated warm-up", "sdpa": "no compile"}
-KEYS = {"standin.steps", "standin.interval", "standin.mode", "run.resume", "topology.drafter"}
+KEYS = {"standin.steps", "standin.interval", "standin.mode", "standin.until", "run.resume", "topology.drafter"}
 KEYS |= {"optim.lr", "run.max_steps", "data.token_budget", "data.source", "drafter.init_from"}
 
 
@@ -61,7 +62,8 @@ def train(found, settings):
         if mode == "stumble" and "run.resume" not in settings:
             saved = run / "checkpoints" / f"step-{step:08d}"
             saved.mkdir(parents=True)
-            time.sleep(float(settings.get("standin.interval", "0.02")))
+            while "standin.until" in settings and not pathlib.Path(settings["standin.until"]).exists():
+                time.sleep(0.02)
             sys.exit(3)
         if mode == "hungry" and (run / "eat").exists():
             held.append(bytearray(32 << 20))

@@ -12,7 +12,8 @@ import pytest
 
 from dflash_ops.agent import process
 from dflash_ops.board import parse, request_bytes
-from tests.ops.conftest import Lab, wait_until
+from tests.ops.conftest import Lab
+from tests.waiting import PATIENCE_S, wait_until
 
 pytest.importorskip("tensorboard")
 
@@ -22,7 +23,6 @@ def boards(lab: Lab) -> list[int]:
     return [pid for pid, words in lines if "tensorboard.main" in words and str(lab.root) in " ".join(words)]
 
 
-@pytest.mark.timeout(200)
 def test_through_the_route(lab: Lab) -> None:
     lab.deploy()
     lab.start("standin.steps=1")
@@ -32,14 +32,14 @@ def test_through_the_route(lab: Lab) -> None:
     line = shown.stdout.readline().decode()
     match = re.search(r"http://127\.0\.0\.1:\d+/", line)
     assert match is not None, line
-    with urllib.request.urlopen(match[0] + "data/logdir", timeout=60) as answer:
+    with urllib.request.urlopen(match[0] + "data/logdir", timeout=PATIENCE_S) as answer:
         assert json.load(answer) == {"logdir": str(lab.layout.runs)}
     with pytest.raises(urllib.error.HTTPError) as missing:
-        urllib.request.urlopen(match[0] + "nonsense", timeout=60)
+        urllib.request.urlopen(match[0] + "nonsense", timeout=PATIENCE_S)
     assert missing.value.code == 404
     assert len(boards(lab)) == 1
     shown.send_signal(signal.SIGINT)
-    shown.communicate(timeout=30)
+    shown.communicate(timeout=PATIENCE_S)
     assert shown.returncode == 0
     wait_until(lambda: not boards(lab), "TensorBoard has ended")
 

@@ -164,7 +164,7 @@ def test_directories_that_belong_to_somebody_else_are_said(lab: Lab, verb: str) 
 
 def test_reading_verbs_speak_json(lab: Lab) -> None:
     lab.deploy()
-    lab.launch()
+    lab.start()
     lab.wait_for("finished")
     for verb in ("status", "runs", "releases", "gpus", "preflight"):
         body = json.loads(lab.fab(verb, "--json").stdout)

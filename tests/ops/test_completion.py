@@ -13,6 +13,7 @@ import pytest
 
 from dflash_ops import completion
 from tests.ops.conftest import Lab
+from tests.waiting import PATIENCE_S
 
 
 def complete(lab: Lab, script: Path, *words: str) -> set[str]:
@@ -26,7 +27,7 @@ def complete(lab: Lab, script: Path, *words: str) -> set[str]:
         env=lab.environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     return set(done.stdout.split())
@@ -34,7 +35,7 @@ def complete(lab: Lab, script: Path, *words: str) -> set[str]:
 
 def test_in_bash(lab: Lab, tmp_path: Path) -> None:
     lab.deploy()
-    run = lab.launch("standin.steps=1000").run_id
+    run = lab.launch("standin.steps=1000000").run_id
     assert lab.fab("runs").returncode == 0
     script = tmp_path / "fab.bash"
     script.write_text(lab.fab("completion").stdout)

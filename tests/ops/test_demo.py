@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.ops.conftest import Lab
+from tests.waiting import PATIENCE_S
 
 
 def demo(lab: Lab) -> subprocess.CompletedProcess[str]:
@@ -16,7 +17,7 @@ def demo(lab: Lab) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
 
@@ -33,7 +34,7 @@ def test_from_nothing_to_the_summary(lab: Lab) -> None:
 
 def test_a_run_that_is_going_is_named(lab: Lab) -> None:
     lab.deploy()
-    run = lab.launch("standin.steps=10000")
+    run = lab.launch("standin.steps=1000000")
     done = demo(lab)
     assert done.returncode == 21
     assert run.run_id in done.stderr

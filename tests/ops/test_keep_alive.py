@@ -6,14 +6,21 @@ the run that is out of memory is started again.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from dflash_ops.agent import keep_alive, launch, launchers, runs
 from dflash_ops.agent.keep_alive import LONGEST_WAIT_S, Attempt, decide
+from dflash_ops.agent.launch import LaunchRequest
+from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.runs import ExitRecord
+from dflash_ops.agent.supervise import Supervisor
 from dflash_ops.incidents import CATALOGUE, Diagnosis, NoMatch
 from tests.ops.conftest import Lab
+from tests.waiting import PATIENCE_S, wait_until
 
 UNKNOWN = NoMatch(())
 
@@ -94,20 +101,47 @@ def test_out_of_memory_is_not_tried_again(lab: Lab) -> None:
 
 def test_a_follower_goes_on_into_the_next_log(lab: Lab) -> None:
     lab.deploy()
-    lab.start("standin.mode=stumble", "standin.interval=5", "standin.steps=2", keep_alive=1)
-    done = lab.fab("tail-log", "--lines", "all")
-    assert done.returncode == 0
-    assert done.stdout.count("step 1 ") == 2
-    assert "attempt 2 has begun" in done.stderr
+    go = lab.root / "go"
+    lab.start("standin.mode=stumble", f"standin.until={go}", "standin.steps=2", keep_alive=1)
+    follower = lab.start_fab("tail-log", "--lines", "all")
+    assert follower.stdout is not None
+    first = next(line for line in follower.stdout if line.startswith(b"step 1 "))
+    go.touch()
+    said, remarks = follower.communicate(timeout=PATIENCE_S)
+    assert follower.returncode == 0
+    assert (first + said).count(b"step 1 ") == 2
+    assert b"attempt 2 has begun" in remarks
 
 
-def test_stop_between_attempts_ends_it(lab: Lab) -> None:
+def test_stop_between_attempts_ends_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown able to fail: with the wait deaf to signals the run is tried again after it."""
+    monkeypatch.setattr(keep_alive, "FIRST_WAIT_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(keep_alive, "LONGEST_WAIT_S", 2 * PATIENCE_S)
+    supervisors: list[int] = []
+
+    def start(layout: Layout, launcher: str, session: str, run_id: str, argv: Sequence[str]) -> launchers.Launched:
+        """The supervisor in a process of its own, as ever, but with the long wait of this one."""
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os._exit(Supervisor().run(argv[-2]))
+        supervisors.append(child)
+        return launchers.Launched(launcher, "")
+
+    monkeypatch.setattr(launchers, "start", start)
     lab.deploy()
-    lab.start("standin.mode=crash", keep_alive=9)
-    lab.wait_for("starting")
-    lab.fab("stop")
-    status = lab.wait_for("failed", "finished", "killed")
-    assert status.attempt < 3
+    request = LaunchRequest("between", "test", overrides={"standin.mode": "crash"}, keep_alive=9, launcher="nohup")
+    directory = Path(launch.launch(lab.layout, request, lambda _: None).directory)
+    wait_until(lambda: state(directory) == "restarting", "the first attempt is over")
+    assert lab.fab("stop").returncode == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(supervisors[0], 0)[1]) == 0
+    status = lab.newest()
+    assert (status.state, status.attempt) == ("failed", 1)
+
+
+def state(directory: Path) -> str:
+    record = runs.read_run(directory)
+    return record.state if record is not None else ""
 
 
 def test_the_bound_is_a_number(lab: Lab) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -21,9 +20,11 @@ from dflash_ops.agent.launch import LaunchRequest
 from dflash_ops.agent.process import Identity
 from dflash_ops.agent.runs import ExitRecord, RunRecord
 from dflash_ops.agent.stop import StopRequest
-from tests.ops.conftest import Lab, wait_until
+from tests.ops.conftest import Lab
+from tests.terminal import Terminal
+from tests.waiting import PATIENCE_S, wait_until
 
-LONG = "standin.steps=10000"
+LONG = "standin.steps=1000000"
 DEAF = "standin.mode=deaf"
 
 
@@ -38,7 +39,7 @@ def identities(lab: Lab) -> tuple[Identity, Identity]:
 
 def kill(identity: Identity) -> None:
     assert process.send(identity, signal.SIGKILL)
-    assert process.wait_gone(identity, 10.0)
+    assert process.wait_gone(identity, PATIENCE_S)
 
 
 class TestMainJob:
@@ -121,21 +122,17 @@ class TestMainJob:
     def test_ctrl_c_says_that_the_launch_may_go_on(self, lab: Lab) -> None:
         """Shown able to fail: it said `interrupted` and nothing else, while over SSH the target goes on."""
         lab.deploy()
-        held = files.try_lock(lab.layout.lock)  # nobody signed for it: the launch waits a while
-        assert held is not None
+        busy = lab.root / "python"  # it gives signs of life and no answer
+        busy.write_text(f"#!/bin/sh\ntouch '{lab.root}/asked'; while sleep 0.2; do echo; done\n")
+        busy.chmod(0o755)
+        lab.hosts_file.write_text(lab.hosts_file.read_text() + f"    python: {busy}\n")
         fab = lab.start_fab("launch")
-        wait_until(lambda: any(fab_child(fab.pid)), "the agent")
+        wait_until((lab.root / "asked").exists, "the agent")
         fab.send_signal(signal.SIGINT)
-        _, said = fab.communicate(timeout=30)
-        os.close(held)
+        _, said = fab.communicate(timeout=PATIENCE_S)
         assert fab.returncode == 130
         assert b"may go on with the launch: `fab status` tells" in said
         assert b"Traceback" not in said
-
-
-def fab_child(pid: int) -> list[int]:
-    """The agent that this `fab` has started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class TestOneAtATime:
@@ -165,7 +162,7 @@ class TestOneAtATime:
         lab.deploy()
 
         def one(_: int) -> subprocess.CompletedProcess[str]:
-            return lab.fab("launch", "--set", LONG, timeout=180)
+            return lab.fab("launch", "--set", LONG, timeout=2 * PATIENCE_S)
 
         with concurrent.futures.ThreadPoolExecutor(20) as pool:
             results = list(pool.map(one, range(20)))
@@ -222,7 +219,7 @@ class TestDeaths:
         run = lab.launch(LONG)
         supervisor, trainer = identities(lab)
         kill(supervisor)
-        assert process.wait_gone(trainer, 10.0)
+        assert process.wait_gone(trainer, PATIENCE_S)
         self.check(lab, "lost", 31)
         assert list(Path(run.directory).glob("checkpoints/step-*"))
 
@@ -363,10 +360,10 @@ class TestStop:
         assert me is not None
         runs.write_run(Path(run.directory), replace(record, supervisor=None, trainer=None, launched_by=me))
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            stopping = pool.submit(stop.stop, lab.layout, StopRequest("test", wait_s=20.0), lambda _: None)
+            stopping = pool.submit(stop.stop, lab.layout, StopRequest("test", wait_s=PATIENCE_S), lambda _: None)
             time.sleep(0.3)  # time for one look; the outcome must be the same either way
             runs.write_run(Path(run.directory), record)
-            assert stopping.result(30).stopped
+            assert stopping.result(PATIENCE_S).stopped
         assert lab.newest().detail == "stopped on request"
 
     @pytest.mark.parametrize("mode", ["normal", "deaf"])
@@ -428,7 +425,7 @@ class TestStop:
             assert record is not None
             assert record.resumed_from is not None
             assert record.resumed_from.startswith(first.directory if word != "auto" else str(lab.layout.runs))
-            assert record.overrides["standin.steps"] == "10000"
+            assert record.overrides["standin.steps"] == "1000000"
             assert record.overrides["standin.interval"] == "0.03"
             lab.wait_for("training")
             lab.fab("stop")
@@ -508,29 +505,13 @@ class TestTmux:
 
     def test_attach_shows_the_run_and_detaching_leaves_it(self, lab: Lab) -> None:
         lab.launch(LONG)
-        terminal, other_end = os.openpty()
-        fab = subprocess.Popen(
-            lab.command("attach"),
-            cwd=lab.checkout,
-            env=lab.environment | {"TERM": "xterm"},
-            stdin=other_end,
-            stdout=other_end,
-            stderr=other_end,
-            start_new_session=True,
-        )
-        os.close(other_end)
-        lab.started.append(fab)
-        shown = bytearray()
-
-        def has_step() -> bool:
-            if select.select([terminal], [], [], 0)[0]:
-                shown.extend(os.read(terminal, 65536))
-            return b"step" in shown
-
-        wait_until(has_step, "the log on the terminal")
-        os.write(terminal, b"\x02d")
-        assert fab.wait(20) == 0
-        os.close(terminal)
+        terminal = Terminal(lab.command("attach"), lab.checkout, lab.environment)
+        try:
+            wait_until(lambda: "step" in terminal.shown, "the log on the terminal")
+            terminal.type(b"\x02d")
+            assert terminal.process.wait(PATIENCE_S) == 0
+        finally:
+            terminal.close()
         assert lab.newest().state == "training"
 
     def test_a_root_too_long_for_a_socket_is_refused(self, lab: Lab) -> None:

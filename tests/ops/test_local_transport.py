@@ -6,7 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,8 @@ from dflash_ops.errors import AgentFailed, DeadlineExceeded, UsageError
 from dflash_ops.remote import Place, Remote
 from dflash_ops.transport.base import chunks, render
 from dflash_ops.transport.local import LocalTransport
-from tests.ops.conftest import Lab, wait_until
+from tests.ops.conftest import Lab
+from tests.waiting import PATIENCE_S, wait_until
 
 HERE = LocalTransport()
 words = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20), min_size=1, max_size=5)
@@ -55,17 +55,17 @@ class TestCall:
         done = HERE.call(
             python("import sys, shutil; shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer)"),
             stdin=data,
-            deadline=60,
+            deadline=PATIENCE_S,
         )
         assert hashlib.sha256(done.stdout).digest() == hashlib.sha256(data).digest()
 
     def test_a_command_that_does_not_read_its_stdin_is_no_error(self) -> None:
-        done = HERE.call(python("print('done')"), stdin=bytes(1 << 20), deadline=30)
+        done = HERE.call(python("print('done')"), stdin=bytes(1 << 20), deadline=PATIENCE_S)
         assert (done.returncode, done.stdout) == (0, b"done\n")
 
     def test_floods_on_both_outputs_do_not_block(self) -> None:
         code = "import sys\nfor _ in range(2000): sys.stderr.write('e' * 1000); sys.stdout.write('o' * 1000)"
-        done = HERE.call(python(code), deadline=60)
+        done = HERE.call(python(code), deadline=PATIENCE_S)
         assert len(done.stdout) == 2_000_000
         assert 0 < len(done.stderr) <= 1 << 16
 
@@ -89,7 +89,7 @@ class TestCall:
     def test_the_environment_is_clean(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_API_KEY", "secret")
         monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-        done = HERE.call(("/usr/bin/env",), deadline=10)
+        done = HERE.call(("/usr/bin/env",), deadline=PATIENCE_S)
         names = {line.split("=")[0] for line in done.stdout.decode().splitlines()}
         assert names == {"HOME", "USER", "LANG", "PATH", "TERM"}
 
@@ -104,14 +104,14 @@ class TestStream:
     def test_bytes_come_as_they_are_written_and_leaving_ends_the_command(self) -> None:
         code = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
         with HERE.stream(python(code)) as stream:
-            pid = int(stream.read(10.0) or b"0")
+            pid = int(stream.read(PATIENCE_S) or b"0")
             assert stream.read(0.05) is None
             assert Path(f"/proc/{pid}").exists()
         assert not Path(f"/proc/{pid}").exists()
 
     def test_the_end_tells_how(self) -> None:
         with HERE.stream(python("import sys; sys.stderr.write('bad luck'); sys.exit(3)")) as stream:
-            while stream.read(10.0) != b"":
+            while stream.read(PATIENCE_S) != b"":
                 pass
             end = stream.end()
         assert (end.returncode, end.stderr) == (3, b"bad luck")
@@ -120,15 +120,15 @@ class TestStream:
 class TestRemote:
     def test_the_agent_is_shipped_once(self, lab: Lab) -> None:
         for _ in range(2):
-            assert lab.remote.call("releases", Nothing(), Releases, deadline=30).releases == ()
+            assert lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S).releases == ()
         (agent,) = (lab.root / "agents").iterdir()
         assert hashlib.sha256(agent.read_bytes()).hexdigest() == agent.name.removesuffix(".pyz")
 
     def test_a_damaged_agent_is_shipped_again(self, lab: Lab) -> None:
-        lab.remote.call("releases", Nothing(), Releases, deadline=30)
+        lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
         (agent,) = (lab.root / "agents").iterdir()
         agent.write_bytes(agent.read_bytes()[:1000])
-        lab.remote.call("releases", Nothing(), Releases, deadline=30)
+        lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
         assert hashlib.sha256(agent.read_bytes()).hexdigest() == agent.name.removesuffix(".pyz")
 
     def test_noise_before_the_answer_is_tolerated(self, lab: Lab, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ class TestRemote:
         noisy.write_text(f"#!/bin/sh\necho motd; printf 'no newline'; exec {sys.executable} \"$@\"\n")
         noisy.chmod(0o755)
         remote = Remote(HERE, Place(str(noisy), str(lab.root), str(lab.root)))
-        assert remote.call("status", StatusRequest(), Overview, deadline=30).run is None
+        assert remote.call("status", StatusRequest(), Overview, deadline=PATIENCE_S).run is None
 
     @pytest.mark.parametrize(
         ("script", "says"),
@@ -153,7 +153,7 @@ class TestRemote:
         broken.chmod(0o755)
         remote = Remote(HERE, Place(str(broken), str(lab.root), str(lab.root)))
         with pytest.raises(AgentFailed) as caught:
-            remote.call("status", StatusRequest(), Overview, deadline=30)
+            remote.call("status", StatusRequest(), Overview, deadline=PATIENCE_S)
         assert says in "\n".join(caught.value.lines())
 
     def test_the_agents_own_deadline_answers_in_a_frame(self, lab: Lab) -> None:
@@ -165,27 +165,25 @@ class TestRemote:
         held = try_lock(lab.layout.deploy_lock)  # a deploy that never ends
         assert held is not None
         try:
-            began = time.monotonic()
             with pytest.raises(DeadlineExceeded) as caught:
                 lab.remote.call("select", SelectRequest("0" * 16, "t"), Deployed, deadline=1.0)
             assert caught.value.reported
-            assert time.monotonic() - began < 15
         finally:
             os.close(held)
 
     def test_errors_of_the_agent_keep_their_class(self, lab: Lab) -> None:
         with pytest.raises(UsageError, match="no run 'x'"):
-            lab.remote.call("status", StatusRequest(run_id="x"), Overview, deadline=30)
+            lab.remote.call("status", StatusRequest(run_id="x"), Overview, deadline=PATIENCE_S)
 
     def test_an_unknown_verb_and_malformed_parameters_are_told(self, lab: Lab) -> None:
         with pytest.raises(AgentFailed, match="no verb"):
-            lab.remote.call("reboot", Nothing(), Nothing, deadline=30)
+            lab.remote.call("reboot", Nothing(), Nothing, deadline=PATIENCE_S)
         with pytest.raises(AgentFailed, match="the agent failed"):
-            lab.remote.call("launch", RunsRequest(), Nothing, deadline=30)
+            lab.remote.call("launch", RunsRequest(), Nothing, deadline=PATIENCE_S)
 
     def test_a_malformed_request_ends_without_a_frame(self, lab: Lab) -> None:
-        lab.remote.call("releases", Nothing(), Releases, deadline=30)
-        done = HERE.call(lab.remote.argv("status", "00" * 16, 0), stdin=b"{}\n", deadline=30)
+        lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
+        done = HERE.call(lab.remote.argv("status", "00" * 16, 0), stdin=b"{}\n", deadline=PATIENCE_S)
         assert done.returncode == 14
         assert b"malformed request" in done.stderr
         assert not list(wire.FrameReader("00" * 16).feed(done.stdout))

@@ -54,7 +54,7 @@ def test_build_switch_and_a_failed_build(lab: Lab, tmp_path: Path) -> None:
     _, one = wheel(house, "dflash_probe", "1.0")
     first = lock(tmp_path, f"dflash_probe==1.0 \\\n    --hash=sha256:{one}")
     words = ("provision", "--lock", str(first), "--wheelhouse", str(house))
-    done = lab.fab(*words, timeout=120)
+    done = lab.fab(*words)
     assert done.returncode == 0, done.stderr
     assert "is built" in done.stdout
     python = lab.root / "env" / "bin" / "python"
@@ -72,7 +72,7 @@ def test_build_switch_and_a_failed_build(lab: Lab, tmp_path: Path) -> None:
     # A wheel that is not what the lock says: the old environment stays in use.
     wheel(house, "dflash_probe", "2.0", "VERSION = 'altered'\n")
     broken = lock(tmp_path, f"dflash_probe==2.0 --hash=sha256:{HASH}")
-    done = lab.fab("provision", "--lock", str(broken), "--wheelhouse", str(house), timeout=120)
+    done = lab.fab("provision", "--lock", str(broken), "--wheelhouse", str(house))
     assert done.returncode == 24
     assert "the environment in use was not touched" in done.stderr
     assert "Traceback" not in done.stderr
@@ -83,7 +83,7 @@ def test_build_switch_and_a_failed_build(lab: Lab, tmp_path: Path) -> None:
     _, two = wheel(house, "dflash_probe", "2.0")
     good = lock(tmp_path, f"dflash_probe==2.0 --hash=sha256:{two}")
     (lab.root / "envs" / read_lock(good.read_text()).name / "bin").mkdir(parents=True)
-    assert lab.fab("provision", "--lock", str(good), "--wheelhouse", str(house), timeout=120).returncode == 0
+    assert lab.fab("provision", "--lock", str(good), "--wheelhouse", str(house)).returncode == 0
     assert version() == "2.0"
 
 

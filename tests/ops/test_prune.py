@@ -78,7 +78,7 @@ def test_half_written_ones_go(lab: Lab, run: Path) -> None:
 
 
 def test_a_live_run_is_left_alone(lab: Lab, run: Path) -> None:
-    lab.launch("standin.steps=10000")
+    lab.launch("standin.steps=1000000")
     live = Path(lab.newest().directory)
     for step in range(1, 7):
         checkpoint(live, step)

@@ -163,7 +163,7 @@ def test_two_names_that_fold_into_one_are_refused() -> None:
 
 def test_a_growing_file_is_taken_as_it_was_listed(lab: Lab, tmp_path: Path) -> None:
     lab.deploy()
-    lab.launch("standin.steps=10000")
+    lab.launch("standin.steps=1000000")
     done = lab.fab("pull", "--to", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert lab.newest().state == "training"

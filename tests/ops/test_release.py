@@ -28,7 +28,8 @@ from dflash_ops.agent.runs import RunRecord
 from dflash_ops.errors import EnvironmentUnfit, OpsError, SyntaxCheckFailed, UploadCorrupt, UsageError
 from dflash_ops.release import Release
 from tests.ops import standin
-from tests.ops.conftest import Lab, wait_until
+from tests.ops.conftest import Lab
+from tests.waiting import PATIENCE_S, wait_until
 
 names = st.from_regex(r"\A[a-z_]{1,8}\Z")
 trees = st.dictionaries(
@@ -209,7 +210,8 @@ except EnvironmentUnfit as error:
             assert caught.value.what.startswith(where)
             assert linked_release(layout.current) == FIRST.release_id
 
-    def test_many_at_once_end_with_one_whole_release(self, tmp_path: Path) -> None:
+    def test_many_at_once_end_with_one_whole_release(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(releases, "DEPLOY_WAIT_S", PATIENCE_S)  # a slow disk syncs eight times
         layout = target(tmp_path)
         problems: list[OpsError] = []
 
@@ -224,7 +226,7 @@ except EnvironmentUnfit as error:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert problems == []
         assert [path.name for path in layout.releases.iterdir()] == [SECOND.release_id]
         assert releases.damage(layout, SECOND.release_id) is None
@@ -364,14 +366,14 @@ class TestThroughTheAgent:
 
             request = wire.Request(
                 "00" * 16,
-                30.0,
+                PATIENCE_S,
                 str(lab.root),
                 str(lab.root),
                 records.dump(InstallRequest(SECOND.manifest, "t")),
                 len(payload),
             )
             cut = payload[: int(len(payload) * share)]
-            done = lab.remote.transport.call(argv, stdin=[request.encode(), cut], deadline=30)
+            done = lab.remote.transport.call(argv, stdin=[request.encode(), cut], deadline=PATIENCE_S)
             assert b'"kind": "UploadCorrupt"' in done.stdout
             assert linked_release(lab.layout.current) == release.release_id
         audit = [json.loads(line) for line in lab.layout.audit.read_text().splitlines()]

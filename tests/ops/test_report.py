@@ -18,6 +18,7 @@ from dflash_ops.agent.runs import RunStatus
 from dflash_ops.events import Event
 from dflash_ops.pages import _facts
 from dflash_ops.report import MAX_POINTS, RunPage, charts, render, thin
+from tests.waiting import PATIENCE_S
 
 T0 = 1_764_380_000.0
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -132,7 +133,9 @@ def dump(tmp_path: Path, text: str, view: str = "", *, screenshot: Path | None =
     command = [BROWSER, *flags.split(), "--disable-component-update", "--disable-sync", "--hide-scrollbars"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1900"]
     command += [f"--screenshot={screenshot}"] if screenshot else ["--dump-dom"]
-    done = subprocess.run([*command, f"file://{file}#{view}"], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [*command, f"file://{file}#{view}"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     return done.stdout
 
 

@@ -23,7 +23,8 @@ from dflash_ops.dashboard import History, draw
 from dflash_ops.errors import DeadlineExceeded
 from dflash_ops.events import parse_events
 from dflash_ops.watch import Notifier, View, views
-from tests.ops.conftest import Lab, wait_until
+from tests.ops.conftest import Lab
+from tests.waiting import PATIENCE_S, wait_until
 
 RECORDINGS = Path(__file__).parents[1] / "fixtures" / "nvidia-smi"
 
@@ -146,7 +147,7 @@ def test_a_stream_of_json_until_the_end(lab: Lab) -> None:
 
 def test_the_hook_is_called_at_each_change_with_its_diagnosis(lab: Lab, tmp_path: Path) -> None:
     lab.deploy()
-    lab.launch("standin.steps=10000")
+    lab.launch("standin.steps=1000000")
     heard = tmp_path / "heard.jsonl"
     hook = tmp_path / "hook"
     hook.write_text(f"#!/bin/sh\ncat >> '{heard}'\n")
@@ -158,7 +159,7 @@ def test_the_hook_is_called_at_each_change_with_its_diagnosis(lab: Lab, tmp_path
     assert record is not None
     assert record.supervisor is not None
     process.send(record.supervisor, signal.SIGKILL)
-    watcher.communicate(timeout=60)
+    watcher.communicate(timeout=PATIENCE_S)
     assert watcher.returncode == 31
     (body,) = [json.loads(line) for line in heard.read_text().splitlines()]
     assert (body["from"], body["to"], body["run"]) == ("training", "lost", record.run_id)
@@ -174,7 +175,7 @@ def senders_of(lab: Lab) -> list[int]:
 def test_a_stream_comes_back_after_a_drop(lab: Lab) -> None:
     """The agent that sends is killed, as a dropped link would end it; the next view says so, the one after is whole."""
     lab.deploy()
-    lab.launch("standin.steps=10000")
+    lab.launch("standin.steps=1000000")
     stream = views(lab.remote, "local", WatchRequest(interval_s=0.2))
     assert next(stream).state == "training"
     senders = senders_of(lab)
@@ -193,12 +194,12 @@ def test_a_stream_comes_back_after_a_drop(lab: Lab) -> None:
 
 def test_watching_ends_at_once_on_interrupt_and_leaves_the_run(lab: Lab) -> None:
     lab.deploy()
-    lab.launch("standin.steps=10000")
+    lab.launch("standin.steps=1000000")
     watcher = lab.start_fab("watch", "--json")
     assert watcher.stdout is not None
     watcher.stdout.readline()
     watcher.send_signal(signal.SIGINT)
-    watcher.communicate(timeout=20)
+    watcher.communicate(timeout=PATIENCE_S)
     assert watcher.returncode == 130
     assert lab.newest().state == "training"
 

@@ -8,18 +8,21 @@ what a killed run has left is swept by the next.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.waiting import PATIENCE_S, wait_until
 
 BASE = Path("/var/tmp")  # on the machine's own filesystem: an overlay cannot sit on an overlay or a tmpfs everywhere
 PREFIX = "dflash-sandbox-"
@@ -62,15 +65,6 @@ def missing() -> str:
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     return f"not installed: {', '.join(absent)} (tests/sandbox/install.sh installs them)" if absent else ""
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> None:
-    """Poll until the condition holds; a deadline, not a duration."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"not within {seconds:g} s: {what or condition}")
-        time.sleep(0.02)
 
 
 def children(pid: int) -> list[int]:
@@ -126,7 +120,7 @@ class Container:
     def lxc(self, program: str, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [program, "-P", str(self.lxcpath), "-n", str(self.vmid), *argv]
         return subprocess.run(
-            command, capture_output=True, text=True, check=check, timeout=60, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, check=check, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
         )
 
     def start(self) -> None:
@@ -215,7 +209,9 @@ class Sshd:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        wait_until(lambda: (self.home / "sshd.pid").exists(), what="sshd listens")
+        started = self.process
+        wait_until(lambda: (self.home / "sshd.pid").exists() or started.poll() is not None, "sshd listens")
+        assert started.poll() is None, self.log
 
     def sessions(self) -> list[int]:
         """Pids of the server processes, one for each connection."""
@@ -290,7 +286,13 @@ def box(**sshd_options: str) -> Iterator[Box]:
 
 
 def sweep() -> None:
-    """Remove what runs that no longer live have left: containers, mounts, directories."""
+    """Remove what runs that no longer live have left: containers, mounts, directories. One at a time on a machine."""
+    with (BASE / f"{PREFIX.rstrip('-')}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _sweep()
+
+
+def _sweep() -> None:
     for home in BASE.glob(f"{PREFIX}*"):
         try:
             pid, start = (home / "owner").read_text().split()
@@ -323,6 +325,10 @@ def _start_time(pid: int) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody has: none of those that the kernel gives to outgoing connections, which one could take while
+    a test has its server down."""
+    for port in random.sample(range(20_000, 32_000), 200):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")

@@ -6,8 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from dflash_ops.remote import Place, Remote
 from dflash_ops.settings import Target
 from tests.ops import standin
 from tests.sandbox.box import Box, send
+from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -90,7 +89,7 @@ class Laptop:
             "identity": str(self.box.sshd.identity),
             "known_hosts": str(self.known_hosts),
             "config": str(self.home / "ssh_config"),
-            "connect_timeout": 5,
+            "connect_timeout": 30,
             **changes.pop("ssh", {}),
         }
         return {
@@ -125,7 +124,7 @@ class Laptop:
     def elsewhere(self) -> list[str]:
         return ["ip", "netns", "exec", self.place] if self.place else []
 
-    def fab(self, *words: str, timeout: float = 120.0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    def fab(self, *words: str, timeout: float = PATIENCE_S, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """Run `fab` to its end."""
         return subprocess.run(
             self.command(*words),
@@ -153,7 +152,7 @@ class Laptop:
         return process
 
     def status(self, remote: Remote) -> RunStatus:
-        found = remote.call("status", messages.StatusRequest(), messages.Overview, deadline=30.0).run
+        found = remote.call("status", messages.StatusRequest(), messages.Overview, deadline=PATIENCE_S).run
         assert found is not None
         return found
 
@@ -170,12 +169,3 @@ class Laptop:
         if self.box.container.running():
             # Every process of the container but its init; the pid namespace keeps the signal inside.
             self.box.container.run("/bin/sh", "-c", "kill -9 -1", check=False)
-
-
-def eventually(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """The condition's first true value; fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
-    return value

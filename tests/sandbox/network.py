@@ -98,12 +98,14 @@ def network(delay_s: float = 0.0, loss: float = 0.0) -> Iterator[Network]:
     belong to a network namespace.
     """
     tag = f"dfl{os.getpid()}"
-    place, laptop_address, host_address = f"{tag}-lap", "10.213.7.1", "10.213.7.2"
+    number = os.getpid() % (1 << 14)  # two test runs on one machine have two wires
+    place = f"{tag}-lap"
+    laptop_address, host_address = (f"10.213.{number >> 6}.{number % 64 * 4 + end}" for end in (1, 2))
     ends: list[int] = []
     _ip("netns", "add", place)
     try:
-        for number, inside in enumerate((["-n", place], [])):
-            device = f"{tag}t{number}"
+        for count, inside in enumerate((["-n", place], [])):
+            device = f"{tag}t{count}"
             ends.append(_tun(device))
             if inside:
                 _ip("link", "set", device, "netns", place)

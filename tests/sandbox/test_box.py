@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox import box as sandbox
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.sandbox
 
@@ -34,7 +35,7 @@ def test_a_killed_run_is_swept_by_the_next(shared_box: sandbox.Box) -> None:
     sandbox.sweep()
     assert not Path(home).exists()
     assert home not in Path("/proc/self/mounts").read_text()
-    sandbox.wait_until(lambda: home not in _command_line(int(listener)), what="its sshd is gone")
+    wait_until(lambda: home not in _command_line(int(listener)), "its sshd is gone")
     assert shared_box.container.running()  # and the sweep left a live run alone
 
 

@@ -7,13 +7,15 @@ for the worst, the tests of these went red.
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.fixtures.fake_nvidia_smi import BUSY, IDLE, install
-from tests.sandbox.box import Box, children
-from tests.sandbox.laptop import REPOSITORY, Laptop, eventually
+from tests.sandbox.box import Box, descendants
+from tests.sandbox.laptop import REPOSITORY, Laptop
 from tests.sandbox.test_tail import start_run
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.sandbox
 
@@ -136,7 +138,7 @@ class TestWrapper:
 class TestContainer:
     def test_restarted_under_a_run(self, laptop: Laptop) -> None:
         remote, _ = start_run(laptop, "standin.steps=1000000", "standin.interval=0.1")
-        eventually(lambda: laptop.status(remote).state == "training", "the run trains")
+        wait_until(lambda: laptop.status(remote).state == "training", "the run trains")
         laptop.box.container.stop()
         laptop.box.container.start()
         done = laptop.fab("status")
@@ -188,10 +190,13 @@ class TestGpuGate:
 
     def test_a_process_of_a_guest_is_named_by_guest_and_inner_pid(self, laptop: Laptop) -> None:
         with subprocess.Popen(
-            ["lxc-attach", "-P", str(laptop.box.home / "lxc"), "-n", "200", "--", "sleep", "600"]
+            ["lxc-attach", "-P", str(laptop.box.home / "lxc"), "-n", "200", "--", "sleep", "604"]
         ) as job:
-            outer = eventually(lambda: children(job.pid), "the process runs")[0]
-            inner = laptop.box.container.pids("sleep", "600")[0]
+            # lxc-attach's own helpers come and go before it.
+            (outer,) = wait_until(
+                lambda: [pid for pid in descendants(job.pid) if name_of(pid) == "sleep"], "the process runs"
+            )
+            (inner,) = laptop.box.container.pids("sleep", "604")
             busy = {kind: _with_pid(answer, outer) for kind, answer in BUSY.items()}
             install(self.host, busy)
             install(self.inside, IDLE)
@@ -211,6 +216,13 @@ class TestGpuGate:
         install(self.host, {**IDLE, "gpus": {"code": 18, "text": "Failed to initialize NVML: Unknown Error\n"}})
         done = laptop.fab("gpus")
         assert (done.returncode, "Unknown Error" in done.stdout) == (20, True)
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _with_pid(answer: str, pid: int) -> str:

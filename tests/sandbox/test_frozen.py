@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import paramiko
@@ -16,8 +17,10 @@ from invoke.config import Config
 
 from dflash_ops import care, cli, connect, launch, reading, release, remote, tail, tasks
 from dflash_ops.executor import TargetContext
+from dflash_ops.transport.ssh import SshTransport
 from tests.sandbox.box import send
 from tests.sandbox.laptop import Laptop
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.sandbox
 
@@ -57,11 +60,15 @@ EXPLAINS: dict[str, Callable[[TargetContext], int]] = {
 
 @pytest.fixture
 def context(laptop: Laptop, monkeypatch: pytest.MonkeyPatch) -> Iterator[TargetContext]:
+    monkeypatch.setattr(tasks.hosts, "checkout", lambda: laptop.checkout)
+    # The handshake may take its time; the short deadlines are for a peer that freezes after it.
+    host = connect.connect(laptop.target).transport.host()
+    assert isinstance(host, SshTransport)
+    with host.link.channel(time.monotonic() + PATIENCE_S):
+        pass
     for module, names in SHORT.items():
         for name in names:
             monkeypatch.setattr(module, name, 1.0)
-    laptop.write_hosts(ssh={"connect_timeout": 2})
-    monkeypatch.setattr(tasks.hosts, "checkout", lambda: laptop.checkout)
     yield TargetContext(Config(), (laptop.target,), "ct200")
     connect.close_all()
 
@@ -91,7 +98,7 @@ def code_of(body: Callable[[], int], laptop: Laptop, monkeypatch: pytest.MonkeyP
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(cli.guarded(body)), daemon=True)
     thread.start()
-    thread.join(40)
+    thread.join(PATIENCE_S)
     for pid in laptop.box.sshd.sessions():
         send(pid, signal.SIGCONT)
     assert frozen.is_set()

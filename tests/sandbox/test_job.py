@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.box import Box
-from tests.sandbox.laptop import Laptop, eventually
+from tests.sandbox.laptop import Laptop
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.sandbox
 
 QUICK = ("run.eval_every=2", "run.checkpoint_every=2", "run.log_every=1", "run.tensorboard=false")
 
 
-@pytest.mark.timeout(600)
 def test_deploy_launch_follow_status_stop_rollback(box: Box, tmp_path: Path) -> None:
     laptop = Laptop(box, tmp_path, "job")
     laptop.real_trainer()
@@ -29,13 +29,13 @@ def test_deploy_launch_follow_status_stop_rollback(box: Box, tmp_path: Path) -> 
 
 
 def _whole_job(laptop: Laptop) -> None:
-    done = laptop.fab("deploy", "launch", "--variant", "sdpa", "--set", "run.max_steps=4", timeout=240)
+    done = laptop.fab("deploy", "launch", "--variant", "sdpa", "--set", "run.max_steps=4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is deployed" in done.stdout
     assert "is started" in done.stdout
     first = laptop.layout.current.readlink().name
 
-    followed = laptop.fab("tail-log", "--lines", "all", timeout=300)
+    followed = laptop.fab("tail-log", "--lines", "all")
     assert followed.returncode == 0, followed.stdout + followed.stderr
     assert "[dflash] release " + first in followed.stdout
     assert "host ct200" in followed.stdout
@@ -48,12 +48,12 @@ def _whole_job(laptop: Laptop) -> None:
 
     # A second release, whose run is stopped in the middle.
     (laptop.checkout / "trainer" / "note.py").write_text('"""A change."""\n')
-    done = laptop.fab("deploy", "launch", "--variant", "sdpa", "--set", "run.max_steps=100000", timeout=240)
+    done = laptop.fab("deploy", "launch", "--variant", "sdpa", "--set", "run.max_steps=100000")
     assert done.returncode == 0, done.stdout + done.stderr
     remote = laptop.remote()
-    eventually(lambda: laptop.status(remote).state == "training", "the run trains", seconds=200)
+    wait_until(lambda: laptop.status(remote).state == "training", "the run trains")
     assert laptop.fab("deploy", "launch", "--variant", "sdpa").returncode in (20, 21)  # one run at a time
-    assert laptop.fab("stop", "--wait", "120", timeout=200).returncode == 0
+    assert laptop.fab("stop", "--wait", "120").returncode == 0
     assert "stopped" in laptop.fab("status").stdout
 
     back = laptop.fab("rollback")

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.box import Box, Sshd
-from tests.sandbox.laptop import Laptop, eventually
+from tests.sandbox.laptop import Laptop
 from tests.sandbox.network import Network, missing, network
 from tests.sandbox.test_tail import end_run, start_run
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.sandbox
 
@@ -71,15 +72,15 @@ def test_a_wire_that_goes_dead_for_a_while(far: tuple[Laptop, Network]) -> None:
 
     reader = threading.Thread(target=drain, daemon=True)
     reader.start()
-    eventually(lambda: got, "the log comes")
+    wait_until(lambda: got, "the log comes")
     net.wire.loss = 1.0  # a laptop asleep, a cable out: no packet, no reset
-    eventually(lambda: b"lost" in (laptop.home / "remarks").read_bytes(), "the follower notices by itself")
+    wait_until(lambda: b"lost" in (laptop.home / "remarks").read_bytes(), "the follower notices by itself")
     net.wire.loss = 0.0
-    before = len(got)
-    eventually(lambda: len(got) > before, "the follower comes back")
+    so_far = log.stat().st_size
+    wait_until(lambda: len(got) > so_far, "the follower comes back")
     end_run(laptop.remote())
-    assert follower.wait(60) == 0
-    reader.join(10)
+    assert follower.wait(PATIENCE_S) == 0
+    reader.join(PATIENCE_S)
     assert hashlib.sha256(got).hexdigest() == hashlib.sha256(log.read_bytes()).hexdigest()
 
 

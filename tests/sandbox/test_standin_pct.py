@@ -13,13 +13,19 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.box import Box
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.sandbox
 
 
 def pct(box: Box, *argv: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [str(box.pct), *argv], input=stdin, capture_output=True, timeout=60, check=False, env={**os.environ, **env}
+        [str(box.pct), *argv],
+        input=stdin,
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, **env},
     )
 
 

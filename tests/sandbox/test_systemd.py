@@ -14,15 +14,15 @@ import pytest
 
 from dflash_ops.agent.runs import RunStatus
 from tests.sandbox.box import Box, Container
-from tests.sandbox.laptop import Laptop, eventually
+from tests.sandbox.laptop import Laptop
+from tests.waiting import wait_until
 
 SYSTEMD = Path("/lib/systemd/systemd")
-LONG = ("--set", "standin.steps=100000")
+LONG = ("--set", "standin.steps=1000000")
 
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.skipif(not SYSTEMD.exists() or shutil.which("systemd-run") is None, reason="systemd is not installed"),
-    pytest.mark.timeout(300),
 ]
 
 
@@ -32,7 +32,7 @@ def container(shared_box: Box) -> Iterator[Container]:
     made = shared_box.add_container(201, init=f"{SYSTEMD} --unit=basic.target")
     try:
         made.start()
-        eventually(lambda: unit_state(made, "basic.target") == "active", "systemd has booted", 120)
+        wait_until(lambda: unit_state(made, "basic.target") == "active", "systemd has booted")
         yield made
     finally:
         made.remove()
@@ -61,7 +61,7 @@ def launched(laptop: Laptop, *words: str) -> RunStatus:
 
 def reached(laptop: Laptop, *states: str) -> RunStatus:
     remote = laptop.remote()
-    eventually(lambda: laptop.status(remote).state in states, f"state {states}")
+    wait_until(lambda: laptop.status(remote).state in states, f"state {states}")
     return laptop.status(remote)
 
 
@@ -79,7 +79,7 @@ def test_launch_status_stop(laptop: Laptop, container: Container) -> None:
     assert done.returncode == 0, done.stderr
     assert "checkpoint written" in done.stdout
     assert laptop.fab("tail-log").returncode == 0
-    eventually(lambda: unit_state(container, run.session) == "inactive", "the unit is gone")
+    wait_until(lambda: unit_state(container, run.session) == "inactive", "the unit is gone")
     assert run.session not in container.run("systemctl", "list-units", "--all", "dflash-*")
     assert laptop.fab("launch").returncode == 0
 
@@ -98,7 +98,7 @@ def test_a_deaf_run_is_ended_by_kill_only(laptop: Laptop, container: Container) 
     assert unit_state(container, run.session) == "active"
     assert laptop.fab("stop", "--wait", "1", "--kill").returncode == 0
     assert reached(laptop, "killed", "lost").state == "killed"
-    eventually(lambda: unit_state(container, run.session) != "active", "the unit is gone")
+    wait_until(lambda: unit_state(container, run.session) != "active", "the unit is gone")
 
 
 def test_a_killed_unit_is_lost_and_leaves_nothing_behind(laptop: Laptop, container: Container) -> None:
@@ -107,7 +107,7 @@ def test_a_killed_unit_is_lost_and_leaves_nothing_behind(laptop: Laptop, contain
     assert reached(laptop, "lost", "killed").state == "lost"
     assert laptop.fab("status").returncode == 31
     assert container.pids("trainer", run.run_id) == []
-    eventually(
+    wait_until(
         lambda: run.session not in container.run("systemctl", "list-units", "--all", "dflash-*"), "it is collected"
     )
     assert laptop.fab("launch").returncode == 0
@@ -115,9 +115,9 @@ def test_a_killed_unit_is_lost_and_leaves_nothing_behind(laptop: Laptop, contain
 
 def test_the_shutdown_of_the_container_is_a_stop_with_a_checkpoint(laptop: Laptop, container: Container) -> None:
     run = launched(laptop, *LONG)
-    container.lxc("lxc-stop", "-t", "50")
+    container.lxc("lxc-stop", "-t", "150")
     container.start()
-    eventually(lambda: unit_state(container, "basic.target") == "active", "systemd has booted", 120)
+    wait_until(lambda: unit_state(container, "basic.target") == "active", "systemd has booted")
     ended = laptop.status(laptop.remote())
     assert (ended.run_id, ended.state, ended.detail) == (run.run_id, "finished", "stopped on request")
     assert ended.latest.checkpoint is not None

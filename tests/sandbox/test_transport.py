@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dflash_ops.agent.process import command_lines
 from dflash_ops.errors import (
     AgentFailed,
     AuthenticationFailed,
@@ -35,7 +36,8 @@ from dflash_ops.settings import Ssh
 from dflash_ops.transport.base import Completed, Transport
 from dflash_ops.transport.pct import PctTransport
 from dflash_ops.transport.ssh import SshTransport
-from tests.sandbox.box import Box, descendants, send, wait_until
+from tests.sandbox.box import Box, send
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.sandbox
 PYTHON = "/usr/bin/python3"
@@ -53,7 +55,7 @@ def ssh_settings(box: Box, known_hosts: Path, **changes: object) -> Ssh:
         "identity": str(box.sshd.identity),
         "known_hosts": str(known_hosts),
         "config": str(config),
-        "connect_timeout": 5,
+        "connect_timeout": 30,
     }
     return Ssh.model_validate({**values, **changes})
 
@@ -76,7 +78,7 @@ def transport(request: pytest.FixtureRequest) -> Transport:
     return made
 
 
-def said(transport: Transport, *argv: str, stdin: bytes = b"", deadline: float = 30.0) -> Completed:
+def said(transport: Transport, *argv: str, stdin: bytes = b"", deadline: float = PATIENCE_S) -> Completed:
     return transport.call(argv, stdin=stdin, deadline=deadline)
 
 
@@ -116,12 +118,12 @@ class TestBytes:
     def test_stdin_stdout_and_stderr(self, transport: Transport) -> None:
         data = os.urandom(20 << 20)
         script = "import sys; d = sys.stdin.buffer.read(); sys.stderr.write('e' * 5000); sys.stdout.buffer.write(d)"
-        done = said(transport, PYTHON, "-c", script, stdin=data, deadline=120)
+        done = said(transport, PYTHON, "-c", script, stdin=data)
         assert done.stdout == data
         assert done.stderr == b"e" * 5000
 
     def test_more_stderr_than_any_window_does_not_block(self, transport: Transport) -> None:
-        done = said(transport, PYTHON, "-c", "import sys; sys.stderr.write('e' * (8 << 20)); print('end')", deadline=60)
+        done = said(transport, PYTHON, "-c", "import sys; sys.stderr.write('e' * (8 << 20)); print('end')")
         assert done.stdout == b"end\n"
         assert 0 < len(done.stderr) <= 1 << 16
 
@@ -131,7 +133,7 @@ class TestBytes:
 
     def test_an_iterator_as_stdin(self, transport: Transport) -> None:
         pieces = [os.urandom(100_000) for _ in range(30)]
-        done = transport.call(["/usr/bin/sha256sum"], stdin=iter(pieces), deadline=60)
+        done = transport.call(["/usr/bin/sha256sum"], stdin=iter(pieces), deadline=PATIENCE_S)
         assert done.stdout.split()[0].decode() == hashlib.sha256(b"".join(pieces)).hexdigest()
 
     def test_an_iterator_that_fails_is_the_callers_error(self, transport: Transport) -> None:
@@ -140,11 +142,11 @@ class TestBytes:
             raise OSError(5, "the disk of the laptop")
 
         with pytest.raises(OSError, match="the disk of the laptop"):
-            transport.call(["/bin/cat"], stdin=failing(), deadline=60)
+            transport.call(["/bin/cat"], stdin=failing(), deadline=PATIENCE_S)
 
     def test_output_goes_to_the_sink_as_it_comes(self, transport: Transport) -> None:
         got: list[bytes] = []
-        done = transport.call(["/bin/echo", "hi"], deadline=30, on_stdout=got.append)
+        done = transport.call(["/bin/echo", "hi"], deadline=PATIENCE_S, on_stdout=got.append)
         assert (b"".join(got), done.stdout) == (b"hi\n", b"")
 
 
@@ -154,14 +156,17 @@ class TestExit:
         assert said(transport, "/bin/sh", "-c", f"exit {code}").returncode == code
 
     def test_a_lost_link_is_no_code(self, box: Box, transport: Transport) -> None:
+        seconds = f"6{time.monotonic_ns()}"  # names this one process
+
         def kill() -> None:
-            wait_until(lambda: len(descendants(box.sshd.sessions()[0])) > 1 if box.sshd.sessions() else False)
+            wait_until(lambda: running("/bin/sleep", seconds), "the command runs")
             for pid in box.sshd.sessions():
                 send(pid, signal.SIGKILL)
 
-        said(transport, "/bin/true")
-        threading.Timer(0.5, kill).start()
-        done = said(transport, "/bin/sleep", "20", deadline=15)
+        threading.Thread(target=kill, daemon=True).start()
+        done = said(transport, "/bin/sleep", seconds)
+        for pid in running("/bin/sleep", seconds):
+            send(pid, signal.SIGKILL)
         assert done.returncode is None
         error = transport.explain(done)
         assert isinstance(error, HostUnreachable)
@@ -178,7 +183,7 @@ class TestEnvironment:
         box.settings(keep_env=False)
         for stdin in (b"x", iter([b"x"])):
             pct = PctTransport(ssh, 200, pct=str(box.pct), environment={"TERM": "dumb"})
-            done = pct.call(["/bin/sh", "-c", "cat; env"], stdin=stdin, deadline=30)
+            done = pct.call(["/bin/sh", "-c", "cat; env"], stdin=stdin, deadline=PATIENCE_S)
             lines = done.stdout[1:].decode().splitlines()
             assert (done.stdout[:1], "TERM=dumb" in lines) == (b"x", True)
             assert not [line for line in lines if line.startswith("SSH_")]
@@ -196,32 +201,36 @@ class TestEnvironment:
 class TestStream:
     def test_reads_as_it_comes_and_ends_with_the_caller(self, box: Box, transport: Transport) -> None:
         mark = f"mark{time.monotonic_ns()}"
-        script = f"import time, sys  # {mark}\nwhile True: print('x', flush=True); time.sleep(0.05)"
-        with transport.stream([PYTHON, "-c", script]) as stream:
-            assert stream.read(10.0)
-            assert stream.read(10.0)
-        # The container's processes are among this machine's, so one look finds what is left in either place.
-        wait_until(lambda: not [path for path in Path("/proc").glob("[0-9]*") if mark in _cmdline(path)])
+        script = "import time, sys\nwhile True: print('x', flush=True); time.sleep(0.05)"
+        words = (PYTHON, "-c", script, mark)
+        with transport.stream(words) as stream:
+            assert stream.read(PATIENCE_S)
+            assert running(*words)
+            assert stream.read(PATIENCE_S)
+        wait_until(lambda: not running(*words), "the command has ended")
 
     def test_nothing_yet_and_the_end(self, transport: Transport) -> None:
         with transport.stream(["/bin/sh", "-c", "read line; echo $line; echo no >&2; exit 3"], stdin=b"") as stream:
             assert stream.read(0.1) is None  # stdin is held open
         with transport.stream(["/bin/sh", "-c", "read line; echo $line; echo no >&2; exit 3"], stdin=b"go\n") as stream:
-            assert stream.read(10.0) == b"go\n"
-            assert stream.read(10.0) == b""
+            assert stream.read(PATIENCE_S) == b"go\n"
+            assert stream.read(PATIENCE_S) == b""
             done = stream.end()
             assert (done.returncode, done.stderr) == (3, b"no\n")
 
 
 class TestDeadline:
     def test_a_slow_command_is_ended_at_both_ends(self, box: Box, transport: Transport) -> None:
+        said(transport, "/bin/true")  # the deadline is for the command, not for the handshake
+        seconds = f"6{time.monotonic_ns()}"
         with pytest.raises(DeadlineExceeded):
-            said(transport, "/bin/sleep", "4321", deadline=1.0)
-        wait_until(lambda: not box.container.pids("sleep", "4321"), seconds=15, what="the remote command ended")
+            said(transport, "/bin/sleep", seconds, deadline=3.0)
+        wait_until(lambda: not running("/bin/sleep", seconds), "the remote command has ended")
 
     def test_output_without_end(self, transport: Transport) -> None:
+        said(transport, "/bin/true")
         with pytest.raises(DeadlineExceeded):
-            transport.call(["/usr/bin/yes"], deadline=1.0, on_stdout=lambda _: None)
+            transport.call(["/usr/bin/yes"], deadline=3.0, on_stdout=lambda _: None)
 
     def test_a_frozen_peer_before_the_call(self, box: Box, transport: Transport) -> None:
         said(transport, "/bin/true")
@@ -231,15 +240,24 @@ class TestDeadline:
             # The connection stays frozen; the next command does not wait on it.
             assert said(transport, "/bin/echo", "again").stdout == b"again\n"
 
-    def test_after_a_deadline_the_next_command_has_a_fresh_connection(self, box: Box, transport: Transport) -> None:
+    def test_after_a_deadline_the_next_command_has_a_fresh_connection(
+        self, box: Box, transport: Transport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         said(transport, "/bin/true")
-        freezer = threading.Timer(0.5, lambda: [send(pid, signal.SIGSTOP) for pid in box.sshd.sessions()])
-        freezer.start()
+        plain = paramiko.Channel.exec_command
+
+        def freeze_after(channel: paramiko.Channel, command: str) -> None:
+            plain(channel, command)
+            for pid in box.sshd.sessions():
+                send(pid, signal.SIGSTOP)
+
         try:
-            with pytest.raises(DeadlineExceeded):
-                said(transport, "/bin/sleep", "30", deadline=2.0)
+            with monkeypatch.context() as patch:
+                patch.setattr(paramiko.Channel, "exec_command", freeze_after)
+                with pytest.raises(DeadlineExceeded):
+                    said(transport, "/bin/sleep", "30", deadline=2.0)
             # Less than connect_timeout: it would not have the time to find out that the old one is dead.
-            assert said(transport, "/bin/echo", "again", deadline=4.0).stdout == b"again\n"
+            assert said(transport, "/bin/echo", "again", deadline=25.0).stdout == b"again\n"
         finally:
             thaw(box)
 
@@ -279,12 +297,13 @@ class TestDeadline:
 
     def test_a_frozen_peer_in_the_middle_of_a_stream(self, box: Box, transport: Transport) -> None:
         with transport.stream(["/usr/bin/yes"]) as stream:
-            assert stream.read(10.0)
+            assert stream.read(PATIENCE_S)
             with frozen(box):
-                wait_until(lambda: stream.read(0.5) is None, what="no more bytes")
-        begin = time.monotonic()
-        transport.close()
-        assert time.monotonic() - begin < 10
+                wait_until(lambda: stream.read(0.5) is None, "no more bytes")
+                closing = threading.Thread(target=transport.close, daemon=True)
+                closing.start()
+                closing.join(PATIENCE_S)
+                assert not closing.is_alive()
 
     def test_a_listener_that_never_answers(self, box: Box, tmp_path: Path) -> None:
         assert box.sshd.process is not None
@@ -292,7 +311,7 @@ class TestDeadline:
         transport = SshTransport(ssh_settings(box, tmp_path / "known_hosts", connect_timeout=1))
         try:
             with pytest.raises(HostUnreachable):
-                said(transport, "/bin/true", deadline=20.0)
+                said(transport, "/bin/true")
         finally:
             send(box.sshd.process.pid, signal.SIGCONT)
 
@@ -357,9 +376,17 @@ class TestLayers:
 
     def test_a_container_that_stops_under_the_command(self, box: Box, pct: PctTransport) -> None:
         said(pct, "/bin/true")
-        threading.Timer(0.5, box.container.stop).start()
-        error = self.error(pct, "/bin/sleep", "20")
-        assert isinstance(error, ContainerStopped)
+        seconds = f"6{time.monotonic_ns()}"
+
+        def stop() -> None:
+            wait_until(lambda: running("/bin/sleep", seconds), "the command runs")
+            box.container.stop()
+
+        stopper = threading.Thread(target=stop, daemon=True)
+        stopper.start()
+        done = said(pct, "/bin/sleep", seconds)
+        stopper.join(PATIENCE_S)
+        assert isinstance(pct.explain(done), ContainerStopped)
 
     def test_a_program_that_is_missing(self, transport: Transport) -> None:
         error = self.error(transport, "/opt/no/python", "-c", "pass")
@@ -382,13 +409,12 @@ class TestThreads:
     def test_many_calls_at_once_on_a_connection_not_yet_open(self, transport: Transport) -> None:
         outputs: list[bytes] = []
         threads = [
-            threading.Thread(target=lambda: outputs.append(said(transport, "/bin/echo", "x", deadline=60).stdout))
-            for _ in range(16)
+            threading.Thread(target=lambda: outputs.append(said(transport, "/bin/echo", "x").stdout)) for _ in range(16)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert outputs == [b"x\n"] * 16
 
 
@@ -443,8 +469,6 @@ def thaw(box: Box) -> None:
         send(pid, signal.SIGCONT)
 
 
-def _cmdline(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
+def running(*words: str) -> list[int]:
+    """Processes with just this command line. The container's are among this machine's own."""
+    return [pid for pid, argv in command_lines().items() if tuple(argv) == words]

@@ -19,8 +19,9 @@ from dflash_ops.errors import EnvironmentUnfit, OpsError
 from dflash_ops.remote import Remote
 from dflash_ops.transport.ssh import SshTransport
 from tests.sandbox.box import send
-from tests.sandbox.laptop import Laptop, eventually
+from tests.sandbox.laptop import Laptop
 from tests.sandbox.valve import valve
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.sandbox
 SIZE = 1_500_000
@@ -92,7 +93,7 @@ class TestCuts:
             # With the last bytes through, the far side may have all of it: then the release is in use, and whole. Its
             # agent works on after the cut.
             if cut.sent >= cut.total:
-                eventually(lambda: not laptop.box.container.pids(laptop.root, "install"), "the agent has ended")
+                wait_until(lambda: not laptop.box.container.pids(laptop.root, "install"), "the agent has ended")
             whole = before if cut.sent < cut.total else current(laptop)
             assert current(laptop) == whole
             assert damage(laptop.layout, whole) is None
@@ -112,11 +113,11 @@ class TestCuts:
                 file.write(sshd.known_hosts_line(held.port))
             laptop.write_hosts(ssh={"port": held.port})
             process = laptop.start_fab("deploy")
-            eventually(lambda: held.passed == 1_000_000 and rests(laptop), "the upload stands in the middle")
+            wait_until(lambda: held.passed == 1_000_000 and rests(laptop), "the upload stands in the middle")
             assert process.poll() is None
             process.kill()
             process.wait()
-            eventually(lambda: not rests(laptop), "the partial upload is removed by the agent itself")
+            wait_until(lambda: not rests(laptop), "the partial upload is removed by the agent itself")
             assert current(laptop) == first
             held.open()
             done = laptop.fab("deploy")

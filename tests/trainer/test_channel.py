@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer.channel import Channel, Closed
 from trainer.scope import Cancelled, Scope, StageError, Stalled
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def finish(scope: Scope) -> None:

@@ -261,7 +261,7 @@ class TestAtomicity:
         Fails when files are written under their final name.
         """
         command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path), str(Path(__file__).parent), point]
-        done = subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).parents[2])
+        done = subprocess.run(command, timeout=180, check=False, cwd=Path(__file__).parents[2])
         assert done.returncode == -9
         store = CheckpointStore(tmp_path / "checkpoints")
         assert [p.name for p in store.steps()] == ["step-00000001"]

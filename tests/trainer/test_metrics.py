@@ -106,7 +106,7 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert sorted(row["step"] for row in rows(tmp_path)) == sorted(100 * k + i for k in range(8) for i in range(50))
 
 

@@ -18,7 +18,7 @@ from trainer.config import ConfigError
 from trainer.reduce import Drifted, InProcessExchange, Round
 from trainer.scope import Cancelled, Scope, Stalled
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def exchange_all(world: int, grads: list[torch.Tensor], stats: list[torch.Tensor], rounds: int = 1) -> list[Round]:

@@ -23,7 +23,7 @@ from small_run import events, small_flags
 from trainer.signals import ASK_AGAIN_S
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0
+WAIT_S = 180.0
 
 
 class Process:
@@ -90,9 +90,60 @@ def losses(directory: Path) -> list[list[float]]:
 LONG = {"run__max_steps": "24", "run__eval_every": "100", "run__checkpoint_every": "100"}
 
 
+PREAMBLE = """
+import sys, threading
+from dataclasses import replace
+import trainer.launch as launch
+from trainer.assembly import assemble
+from trainer.cli import main
+from trainer.pipeline import Pipeline
+
+def change(parts):
+    real = parts.step
+    def step(rank):
+        made = real(rank)
+        if rank == 1:
+            made.warm_up = lambda capturing: hang_for_ever()
+        return made
+    return replace(parts, step=step)
+
+def hang_for_ever():
+    print("drafter1 hangs now", flush=True)
+    threading.Event().wait()
+
+launch.assemble = lambda config, tell: change(assemble(config, tell))
+sys.exit(main(sys.argv[1:]))
+"""
+HELD_STEP = PREAMBLE.replace(
+    "made.warm_up = lambda capturing: hang_for_ever()",
+    "made.accumulate = held(made.accumulate)",
+).replace(
+    "def hang_for_ever",
+    """asked = threading.Event()
+request_stop = Pipeline.request_stop
+Pipeline.request_stop = lambda *words: (request_stop(*words), asked.set())
+
+def held(accumulate):
+    calls = []
+    def once_asked():
+        calls.append(1)
+        if len(calls) > 8:
+            asked.wait()
+        accumulate()
+    return once_asked
+
+def hang_for_ever""",
+)
+
+
+def held(directory: Path) -> list[str]:
+    """A run that takes a few steps, and the rest once it was asked to stop: else it could end before the signal."""
+    return [sys.executable, "-c", HELD_STEP, *train(directory, **LONG)[3:]]
+
+
 def stopped_by(number: signal.Signals, directory: Path) -> int:
     """Start, send the signal in steady state, check the orderly end. Returns the step of the checkpoint."""
-    with running(train(directory, **LONG)) as process:
+    with running(held(directory)) as process:
         process.until("step      3/24")
         process.child.send_signal(number)
         assert process.end() == 0
@@ -124,31 +175,6 @@ def test_hangup_and_interrupt_stop_as_term_does(number: signal.Signals, tmp_path
     assert (tmp_path / f"checkpoints/step-{step:08d}/state.json").is_file()
 
 
-PREAMBLE = """
-import sys, threading
-from dataclasses import replace
-import trainer.launch as launch
-from trainer.assembly import assemble
-from trainer.cli import main
-
-def change(parts):
-    real = parts.step
-    def step(rank):
-        made = real(rank)
-        if rank == 1:
-            made.warm_up = lambda capturing: hang_for_ever()
-        return made
-    return replace(parts, step=step)
-
-def hang_for_ever():
-    print("drafter1 hangs now", flush=True)
-    threading.Event().wait()
-
-launch.assemble = lambda config, tell: change(assemble(config, tell))
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def hanging(directory: Path, **overrides: str) -> list[str]:
     return [sys.executable, "-c", PREAMBLE, *train(directory, **overrides)[3:]]
 
@@ -158,7 +184,7 @@ def test_a_warm_up_that_hangs_for_ever_ends_the_process(tmp_path: Path) -> None:
 
     Fails (times out) without the watchdog.
     """
-    with running(hanging(tmp_path, run__gate_deadline_s="2")) as process:
+    with running(hanging(tmp_path, run__gate_deadline_s="20")) as process:
         assert process.end() == 70
     assert "--- thread drafter1 ---" in process.text
     assert "hang_for_ever" in process.text
@@ -226,7 +252,7 @@ def test_a_second_term_ends_at_once(tmp_path: Path) -> None:
 
 def test_hup_and_term_together_are_one_request(tmp_path: Path) -> None:
     """As a container's shutdown sends them. Fails (exit 1, no checkpoint) when any second signal ends the process."""
-    with running(train(tmp_path, **LONG)) as process:
+    with running(held(tmp_path)) as process:
         process.until("step      3/24")
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
             process.child.send_signal(number)
@@ -243,7 +269,7 @@ class TestCommandLine:
             cwd=ROOT,
             text=True,
             capture_output=True,
-            timeout=120,
+            timeout=WAIT_S,
             check=False,
         )
 

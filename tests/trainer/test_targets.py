@@ -111,7 +111,7 @@ def test_two_threads_do_not_mix_their_captures(target: Target) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not wrong
 
 

@@ -11,7 +11,7 @@ from trainer.channel import Closed
 from trainer.scope import Cancelled, Scope
 from trainer.stages.verifier import SnapshotBox, WeightSnapshot
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def snapshot(step: int, *, last: bool = False) -> WeightSnapshot:
