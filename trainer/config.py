@@ -7,6 +7,7 @@ single fields with dotted keys (`--set optim.lr=3e-4`). Every dataclass validate
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +24,8 @@ LONGEST_WAIT_S = 366 * 86400.0
 
 SHUFFLE_WINDOW = 4096
 """Documents that are shuffled among each other where a corpus is streamed."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""`owner/name`, as the Hugging Face hub writes it; a path may look the same, so ask the file system first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,9 @@ class TargetConfig:
     compile: bool = False
     """Compile norms and MLPs of the packed row's forward, for rows of data.token_budget, padding included; needs `row`.
     Off by default: it was not run on a GPU."""
+    fp8: bool = False
+    """Hold and multiply the decoder's weights in 8 bits (e4m3, one scale for each row). The drafter then trains on
+    states that are a few percent off; `trainer bench target --fp8` says how much. Not run on a GPU."""
 
     def __post_init__(self) -> None:
         _require(self.path.strip() != "", "target.path is empty; give `tiny`, a directory or `shape:27b`")

@@ -30,6 +30,8 @@ class TargetFacts:
     vocab_size: int
     features: int
     """K."""
+    eight_bit_parameters: int = 0
+    """Of `parameters`, those that take one byte each, with target.fp8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,13 @@ def _width(config: TrainConfig) -> int:
 
 
 def _target_bytes(config: TrainConfig, facts: TargetFacts) -> int:
-    # One document passes at a time: a few hidden-sized and FFN-sized tensors of its length.
-    activations = config.data.max_document_tokens * facts.hidden_size * 40 * _width(config)
-    return facts.parameters * _width(config) + activations
+    # One document passes at a time: a few hidden-sized and FFN-sized tensors of its length. A whole row needs half as
+    # much for each token: it is long enough for the layers' largest tensors to be counted by themselves.
+    one_row = config.target.packing == "row" or config.target.compile
+    passing = config.data.token_budget * 20 if one_row else config.data.max_document_tokens * 40
+    activations = passing * facts.hidden_size * _width(config)
+    weights = (facts.parameters - facts.eight_bit_parameters) * _width(config) + facts.eight_bit_parameters
+    return weights + activations
 
 
 def _drafter_bytes(config: TrainConfig, facts: TargetFacts, shares_target: bool) -> int:

@@ -262,6 +262,17 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
         stream_of(tmp_path / "b.jsonl")
 
 
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_a_name_that_only_a_hub_knows_ends_with_2_and_how_to_download(streaming: str, tmp_path: Path) -> None:
+    """Failed (exit 1, "does not exist") before the name was told from a path."""
+    flags = small_flags({"data.source": "owner/name-1.0", "data.streaming": streaming})
+    argv = [sys.executable, "-m", "trainer", "train", "--run-dir", str(tmp_path), *flags]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "hf download owner/name-1.0 --repo-type dataset --local-dir DIR" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def test_the_trainer_runs_and_resumes_with_it(tmp_path: Path) -> None:
     """The command line, three steps, then one more from the checkpoint; the bad line is told with its place."""
     path = tmp_path / "talk.jsonl"

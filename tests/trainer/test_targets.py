@@ -154,6 +154,7 @@ def test_drafter_shape_follows_the_target(target: Target) -> None:
     ("config", "words"),
     [
         (TargetConfig(path="/nowhere/at/all"), "no config.json"),
+        (TargetConfig(path="owner/name"), "hf download owner/name --local-dir DIR"),
         (TargetConfig(path="shape:9000b"), "shape:27b"),
         (TargetConfig(layer_ids=(1, 8)), "layers 0 to 7"),
     ],

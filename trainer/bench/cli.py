@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         help="target.packing (target)",
     )
     made.add_argument("--peer-folder", type=Path, help="where the peer is, or is to be, installed (peers)")
-    made.add_argument("--fp8", action="store_true", help="also the step with step.fp8=true (drafter)")
+    made.add_argument("--fp8", action="store_true", help="also with step.fp8 (drafter), target.fp8 (target)")
+    made.add_argument("--compile", action="store_true", help="also with target.compile (target)")
     made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel (drafter, target)")
     made.add_argument("--json", action="store_true", help="JSON lines instead of text")
     return made
@@ -119,13 +120,16 @@ def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float
 def _target(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
     from trainer.bench.target import bench_target
 
-    for documents in arguments.documents:
+    compiles, eights = (False, True)[: 1 + arguments.compile], (False, True)[: 1 + arguments.fp8]
+    for documents, compile, fp8 in product(arguments.documents, compiles, eights):
         with torch_setup.thread_rules("target", device):
             yield bench_target(
                 arguments.shape,
                 documents,
                 tokens=arguments.tokens,
                 packing=arguments.packing,
+                compile=compile,
+                fp8=fp8,
                 ceiling=ceiling,
                 device=device,
                 repeats=arguments.repeats,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from trainer.config import HUB_NAME, ConfigError
+
 SUFFIXES = {
     "text": (".txt", ".md", ".rst", ".py", ".text"),
     "jsonl": (".jsonl", ".ndjson"),
@@ -139,9 +141,18 @@ def open_source(source: str, format: str) -> DocumentSource:
 
 
 def find_files(source: str, format: str) -> tuple[str, list[Path], Path]:
-    """Format, files and root of `data.source`. Raises DataError where there are none, or their kind is not clear."""
+    """Format, files and root of `data.source`.
+
+    Raises DataError where there are none or their kind is not clear, ConfigError for a name that only a hub knows.
+    """
     path = Path(source).expanduser()
     if not path.exists():
+        if HUB_NAME.fullmatch(source):
+            raise ConfigError(
+                f"data.source {source!r} is no file or directory here. It looks like a data set on the Hugging Face "
+                "hub, and a run reads local files only, so that it never waits for a network; download it first: "
+                f"`hf download {source} --repo-type dataset --local-dir DIR`, then set data.source=DIR"
+            )
         raise DataError(f"data.source {source!r} does not exist; give `stdlib`, a file or a directory")
     form, files = _files(path, format)
     return form, files, path if path.is_dir() else path.parent

@@ -6,7 +6,7 @@ fp32 where it norms. Here the norms and the second half are one function each, c
 all layers of the same make; mixers stay as they are, with their own kernels.
 
 A compiled function has static shapes, so it runs where a row has the one length that was announced
-(`Tokenwise.tokens`). Every other length (documents alone, decoding, trials) runs the same functions uncompiled.
+(tokenwise.py). Every other length (documents alone, decoding, trials) runs the same functions uncompiled.
 
 The layers here are shells around the model's own modules: the model itself is not changed, except that `gate_proj`
 and `up_proj` become views of one matrix.
@@ -16,49 +16,21 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.graphs import compiled
 from trainer.model.document_attention import current_bounds
+from trainer.model.target_fp8 import Fp8Linear
+from trainer.model.tokenwise import Tokenwise
 
 MIXERS = ("self_attn", "linear_attn")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 SANDWICH_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 """Gemma norms what goes into the MLP and what comes out of it, and the mixer's output instead of the sum."""
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-
-
-class Tokenwise:
-    """Calls functions of a row's tokens: compiled for rows of the announced length, as they are for all others."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.tokens: int | None = None
-        """The announced length; None: nothing is compiled."""
-        self._here = _Here()
-
-    @contextmanager
-    def row(self, tokens: int) -> Iterator[None]:
-        """This thread runs a row of so many tokens."""
-        self._here.compiled = tokens == self.tokens
-        try:
-            yield
-        finally:
-            self._here.compiled = False
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        return compiled(function, self.device)(*args) if self._here.compiled else function(*args)
-
-
-class _Here(threading.local):
-    compiled: bool = False
 
 
 def norm_tokens(norm: nn.Module, *args: torch.Tensor) -> torch.Tensor:
@@ -120,13 +92,16 @@ class TokenwiseNorm(nn.Module):
 class DocumentByDocument(nn.Module):
     """A recurrent mixer whose kernels cannot keep packed documents apart: one call for each document."""
 
-    def __init__(self, mixer: nn.Module) -> None:
+    def __init__(self, mixer: nn.Module, tokenwise: Tokenwise) -> None:
         super().__init__()
-        self.mixer = mixer
+        self.mixer, self._tokenwise = mixer, tokenwise
 
     def forward(self, hidden_states: torch.Tensor, **rest: Any) -> torch.Tensor:
         bounds = current_bounds() or [0, hidden_states.shape[1]]
-        parts = [self.mixer(hidden_states=hidden_states[:, a:b], **rest) for a, b in itertools.pairwise(bounds)]
+        parts = []
+        for a, b in itertools.pairwise(bounds):
+            with self._tokenwise.row(b - a):
+                parts.append(self.mixer(hidden_states=hidden_states[:, a:b], **rest))
         return torch.cat(parts, dim=1)
 
 
@@ -143,9 +118,9 @@ class TrunkLayer(nn.Module):
         self._tokenwise = tokenwise
 
     def run_by_document(self) -> None:
-        """Run a recurrent mixer document by document; of many lengths, so nothing in it is compiled."""
+        """Run a recurrent mixer document by document, each at its own length."""
         if self.recurrent:
-            self.mixer = DocumentByDocument(self._original[0])
+            self.mixer = DocumentByDocument(self._original[0], self._tokenwise)
 
     def forward(self, hidden_states: torch.Tensor, *, position_embeddings: Any = None, **rest: Any) -> torch.Tensor:
         entered = self._tokenwise(norm_tokens, self.input_layernorm, hidden_states)
@@ -163,7 +138,6 @@ class TrunkLayer(nn.Module):
 class TakenApart:
     """The body in layers of target_layers.py, sharing every weight with the model."""
 
-    tokenwise: Tokenwise
     layers: list[TrunkLayer]
     trunk: nn.Module
     """Up to the last captured layer."""
@@ -201,6 +175,8 @@ def unknown_layer(layer: nn.Module) -> str | None:
 def fuse_gate_up(mlp: Any) -> nn.Module:
     """One linear layer for both; the two that were there become views of it, so nothing is held twice."""
     gate, up = mlp.gate_proj, mlp.up_proj
+    if isinstance(gate, Fp8Linear):
+        return Fp8Linear.joined(gate, up)
     fused = nn.Linear(gate.in_features, 2 * gate.out_features, bias=gate.bias is not None, device="meta")
     for name in ("weight", *(("bias",) if gate.bias is not None else ())):
         both = torch.cat([getattr(gate, name).detach(), getattr(up, name).detach()])

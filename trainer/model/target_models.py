@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import TargetConfig
+from trainer.config import HUB_NAME, TargetConfig
 from trainer.memory import TargetFacts
 from trainer.model.document_attention import register
 from trainer.model.kernels import slow_kernel_reason
+from trainer.model.target_fp8 import eight_bit_parameters
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 
@@ -75,7 +76,7 @@ class Captured(threading.local):
 
 
 def stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
-    """Model and tokenizer of a directory. Raises TargetError."""
+    """Model, still on the CPU, and tokenizer of a directory; `device` is where it will run. Raises TargetError."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -88,7 +89,7 @@ def stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
     _refuse_slow_kernels(config, model.config.get_text_config(), device)
-    return model.to(device), tokenizer
+    return model, tokenizer
 
 
 def _checkpoint(config: TargetConfig) -> Path:
@@ -96,9 +97,18 @@ def _checkpoint(config: TargetConfig) -> Path:
     if not (path / "config.json").is_file():
         raise TargetError(
             f"target.path {config.path!r} has no config.json: expected `tiny`, `shape:27b`, or a directory with a "
-            "transformers checkpoint"
+            f"transformers checkpoint{_hub_hint(config.path)}"
         )
     return path
+
+
+def _hub_hint(path: str) -> str:
+    if not HUB_NAME.fullmatch(path):
+        return ""
+    return (
+        ". That looks like a model on the Hugging Face hub, and a run loads local files only: "
+        f"`hf download {path} --local-dir DIR`, then set target.path=DIR"
+    )
 
 
 def random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
@@ -147,11 +157,13 @@ def weigh(config: TargetConfig) -> TargetFacts:
         with meta:
             model = build(stored)
     shape = model.config.get_text_config()
+    layers = decoder_layers(model)
     return TargetFacts(
         parameters=sum(p.numel() for p in model.parameters()),
         hidden_size=int(shape.hidden_size),
         vocab_size=int(shape.vocab_size),
         features=len(config.layer_ids) if config.layer_ids else config.num_features,
+        eight_bit_parameters=eight_bit_parameters(layers) if config.fp8 else 0,
     )
 
 

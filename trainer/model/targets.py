@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.batch import PackedBatch
 from trainer.model.document_attention import document_bounds
 from trainer.model.drafter import DrafterShape
+from trainer.model.target_fp8 import hold_in_8_bits
 from trainer.model.target_layers import TakenApart
 from trainer.model.target_models import (
     Captured,
@@ -40,6 +41,7 @@ from trainer.model.target_models import (
     text_body,
 )
 from trainer.model.target_packing import choose_packing, is_hybrid
+from trainer.model.tokenwise import Tokenwise
 
 KNOWN_MASK_TOKENS = {"qwen3": 151669, "qwen3_5_text": 248070}
 """Rows of published vocabularies that never occur in text, by model type."""
@@ -99,6 +101,9 @@ class Target:
     _trunk: nn.Module = field(repr=False)
     """The body up to the last captured layer, of the model's own layers."""
     _captured: Captured = field(repr=False)
+    tokenwise: Tokenwise = field(repr=False)
+    fp8: bool = False
+    """Whether its linear layers are held in 8 bits."""
     apart: TakenApart | None = field(default=None, repr=False)
     """The layers that a packed row runs through instead, where norms and MLPs are compiled."""
 
@@ -129,7 +134,8 @@ class Target:
         """Captured states [T, K*H] of one document, on the target's device; `out` and `final` as in `hidden_states`."""
         body = text_body(self.model) if final else self._trunk
         out = self._room(input_ids_T.shape[0], final) if out is None else out
-        self._run(body, out, final, input_ids=self._upload(input_ids_T)[None], use_cache=False)
+        with self.tokenwise.row(input_ids_T.shape[0]):
+            self._run(body, out, final, input_ids=self._upload(input_ids_T)[None], use_cache=False)
         return out
 
     @torch.no_grad()
@@ -161,7 +167,7 @@ class Target:
         body = text_body(self.model) if final else self._trunk
         if apart is not None:
             body = apart.body if final else apart.trunk
-        with document_bounds(bounds), apart.tokenwise.row(rows) if apart else nullcontext():
+        with document_bounds(bounds), self.tokenwise.row(rows):
             self._run(
                 body,
                 out,
@@ -220,7 +226,7 @@ class Target:
         end = bounds[-1]
         if self.packing == "row" and end > 0:
             # Compiled functions have one shape: padding then runs along, as a document of its own.
-            padded = self.apart is not None and self.apart.tokenwise.tokens == rows
+            padded = self.tokenwise.tokens == rows
             run = rows if padded else end
             if run > end:
                 bounds.append(run)
@@ -242,11 +248,11 @@ class Target:
         Without `target.compile` this does nothing.
         """
         if self.apart is not None and self.apart.compile:
-            self.apart.tokenwise.tokens = tokens
+            self.tokenwise.tokens = tokens
 
     def warm_up(self) -> None:
         """Compile on this thread and device, with rows of two different packings."""
-        tokens = self.apart.tokenwise.tokens if self.apart is not None else None
+        tokens = self.tokenwise.tokens
         if tokens is None:
             return
         generator = torch.Generator().manual_seed(0)
@@ -301,6 +307,11 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
         else:
             model, tokenizer = stored_model(config, device)
     model.eval().requires_grad_(False)
+    tokenwise = Tokenwise(device)
+    layers = decoder_layers(model)
+    if config.fp8:
+        hold_in_8_bits(config, layers, device, tokenwise)
+    model.to(device)
     text_config = model.config.get_text_config()
     num_layers = int(text_config.num_hidden_layers)
     layer_ids = config.layer_ids or target_layer_ids(num_layers, config.num_features)
@@ -316,7 +327,6 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
     scale = getattr(embedding, "embed_scale", None)  # Gemma multiplies its embeddings
     embed_VH = embedding.weight if scale is None else embedding.weight * scale.to(embedding.weight.dtype)
     captured = Captured()
-    layers = decoder_layers(model)
     capture_outputs(layers, layer_ids, captured)
     target = Target(
         name=config.path,
@@ -331,6 +341,8 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
         packing="documents",
         _trunk=make_body(model, layers[: layer_ids[-1] + 1], norm=False),
         _captured=captured,
+        tokenwise=tokenwise,
+        fp8=config.fp8,
     )
     target.packing = choose_packing(config, target)
     return target
