@@ -11,6 +11,7 @@ by then is complete.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
-from benchmarks.parts import Part, Work, chosen, run_parts
+from benchmarks.parts import OutOfTime, Part, Work, chosen, run_parts
 from benchmarks.runs import check_memory, run_to_end
 from benchmarks.setting import small_run, this_machine
 from tests.trainer.gpu.names import ON_CPU, OVER_DEVICES
@@ -50,6 +51,17 @@ class Setting:
             "topology.target": ",".join(half),
             "topology.drafter": ",".join(self.devices),
             "topology.verifier": self.devices[-1],
+        }
+
+    def apart(self) -> dict[str, str]:
+        """Drafters by themselves on the second half, as NCCL wants it; two devices are too few for that."""
+        if len(self.devices) < 3:
+            return {}
+        half = len(self.devices) // 2
+        return {
+            "topology.target": ",".join(self.devices[:half]),
+            "topology.drafter": ",".join(self.devices[half:]),
+            "topology.verifier": self.devices[0],
         }
 
 
@@ -87,12 +99,15 @@ def starts(work: Work, setting: Setting) -> None:
     caches = work.out / "caches"
     rows: list[dict[str, Any]] = []
     plans = [(f"start-{i + 1}", "cold" if i == 0 else "warm", "auto") for i in range(setting.starts)]
-    if setting.on_gpu and len(setting.devices) > 1:
+    if setting.on_gpu:
         # Second, so that it is not the one that falls to a short budget.
         plans.insert(1, ("start-nccl", "warm", "nccl"))
     for name, caches_are, exchange in plans:
         work.require(25.0 if rows else 5.0, name)
-        found = run_to_end(work, name, settings | {"run.exchange": exchange}, caches=caches, limit_s=START_LIMIT_S)
+        placed = setting.apart() if exchange == "nccl" else {}
+        found = run_to_end(
+            work, name, settings | placed | {"run.exchange": exchange}, caches=caches, limit_s=START_LIMIT_S
+        )
         rows.append({"start": name, "caches": caches_are, "exchange": exchange, **found.row()})
         work.number("starts", rows)
         work.check(f"{name}: {caches_are}, exit 0, nothing hung, nothing compiled after the gate", found.clean)
@@ -103,6 +118,78 @@ def starts(work: Work, setting: Setting) -> None:
         work.number("warm over cold", max(warm) / cold)
         if setting.on_gpu:
             work.check("warm starts take at most 0.4 of the cold one", max(warm) <= 0.4 * cold)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How many of the devices each role gets."""
+
+    targets: int
+    drafters: int
+    verifiers: int = 0
+
+    def __str__(self) -> str:
+        return "+".join(str(n) for n in (self.targets, self.drafters, self.verifiers) if n)
+
+
+SPLITS = {
+    2: (Split(1, 1),),
+    4: (Split(2, 2), Split(3, 1)),
+    8: (Split(4, 3, 1), Split(5, 3), Split(2, 3, 3)),
+}
+
+
+def splits(count: int) -> tuple[Split, ...]:
+    """The ones worth a measurement, the most telling first."""
+    drafters = max(1, count // 3)
+    return SPLITS.get(count, (Split(count - drafters, drafters),))
+
+
+def pipeline(work: Work, setting: Setting) -> None:
+    """Context tokens a second of the gated pipeline, for each split, against its slower stage alone."""
+    rows: list[dict[str, Any]] = []
+    needed = 120.0 if setting.on_gpu else 20.0
+    caches = {
+        "TORCHINDUCTOR_CACHE_DIR": str(work.out / "caches" / "inductor"),
+        "TRITON_CACHE_DIR": str(work.out / "caches" / "triton"),
+    }
+    for split in splits(len(setting.devices)):
+        work.require(needed, f"split {split}")
+        targets = setting.devices[: split.targets]
+        drafters = setting.devices[split.targets : split.targets + split.drafters]
+        # On a CPU the logic is what is tried.
+        size = ["--documents", "4", "--steps", "30"] if setting.on_gpu else ["--documents", "1", "--steps", "6"]
+        words = ["--shape", setting.shape, *size, "--repeats", "4", "--json"]
+        words += ["--targets", *targets, "--drafters", *drafters]
+        done = work.call(
+            [sys.executable, "-m", "trainer", "bench", "pipeline", *words],
+            environment=caches,
+        )
+        found = [json.loads(line) for line in done.text.splitlines() if line.startswith("{")]
+        result = next((row for row in found if "pipeline_tokens_per_s" in row), None)
+        if result is None:
+            if done.code is None and work.left() <= 1.0:
+                raise OutOfTime(f"split {split} was not done when the time was over")
+            work.check(f"split {split}: measured", False)
+            work.note(f"split {split}: exit {done.code}\n{done.text[-2000:]}")
+            continue
+        keys = ("target_tokens_per_s", "drafter_tokens_per_s", "bound_tokens_per_s", "pipeline_tokens_per_s")
+        rows.append(
+            {"split": str(split)}
+            | {key.replace("_tokens_per_s", ""): round(result[key]) for key in keys}
+            | {key: result[key] for key in ("of_bound", "recompiles", "memory_gb", "memory_growth_gb")}
+            | {"seconds": round(done.seconds)}
+        )
+        work.number("context tokens/s", rows)
+        work.check(f"split {split}: nothing compiled after the gate", result["recompiles"] == 0)
+        if setting.on_gpu:
+            work.check(f"split {split}: at least 95 % of the slower stage", result["of_bound"] >= 0.95)
+            work.check(f"split {split}: memory flat", result["memory_growth_gb"] == 0)
+        needed = max(needed, done.seconds) if setting.on_gpu else needed
+    if any(split.verifiers for split in splits(len(setting.devices))):
+        work.note("nothing is evaluated while a rate is taken: the cards of verifiers are idle")
+    if setting.on_gpu and setting.shape == "27b" and len(setting.devices) == 8:
+        work.check("at least 40,000 context tokens/s on 8 GPUs", max(row["pipeline"] for row in rows) >= 40_000)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,9 +208,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"it takes two devices or more, here are {', '.join(devices)}; give --devices, as cpu,cpu")
     setting = Setting(devices, options.shape, options.starts)
     parts = [
-        Part("facts", 0.03, 5.0, lambda work: record_facts(work, setting)),
-        Part("correctness", 0.22, 20.0, lambda work: correctness(work, setting)),
-        Part("starts", 0.35, 20.0, lambda work: starts(work, setting)),
+        Part("facts", 15, 5.0, lambda work: record_facts(work, setting)),
+        Part("correctness", 125, 20.0, lambda work: correctness(work, setting)),
+        Part("starts", 230, 20.0, lambda work: starts(work, setting)),
+        Part("pipeline", 200, 20.0, lambda work: pipeline(work, setting)),
     ]
     head = {**machine.head(), "devices": ",".join(devices), "shape": options.shape, "budget_s": options.budget_s}
     return run_parts(chosen(parts, options.parts), options.out, options.budget_s, head)

@@ -171,8 +171,13 @@ def operator(work: Work, setting: Setting) -> None:
     hosts.write_text(
         f"default: here\ntargets:\n  here:\n    via: local\n    python: {sys.executable}\n"
         f"    root: {(root / 'root').resolve()}\n    workspace: {(root / 'workspace').resolve()}\n"
+        # A run inherits nothing; packages that lie outside of this Python have to be named.
+        f"    env: {{PYTHONPATH: {json.dumps(os.environ.get('PYTHONPATH', ''))}}}\n"
     )
-    environment = {"DFLASH_HOSTS_FILE": str(hosts.resolve()), "PYTHONPATH": str(ROOT)}
+    environment = {
+        "DFLASH_HOSTS_FILE": str(hosts.resolve()),
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
 
     def fab(*words: str, limit_s: float) -> Any:
         done = work.call([sys.executable, "-m", "dflash_ops", *words], limit_s=limit_s, environment=environment)

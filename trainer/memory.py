@@ -13,11 +13,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.collectives import PIECE, choose
 from trainer.config import ConfigError, TrainConfig
 from trainer.data.reuse import ReusePlan
 
 CONTEXT_BYTES = 1_000_000_000
 """One CUDA context with its libraries' workspaces."""
+NCCL_BYTES = 600_000_000
+"""32 channels, both directions, 4 MiB a buffer and the smaller protocols' beside it: NCCL's defaults, not measured."""
 GB = 1e9
 
 
@@ -67,6 +70,8 @@ def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
         # Embedding and head come from the first target; elsewhere they are copied.
         shared = device == topology.target[0]
         found.append(Need(f"drafter{rank} on {device}", device, _drafter_bytes(config, facts, shared)))
+        if exchange := _exchange_bytes(config, facts):
+            found.append(Need(f"gradient exchange on {device}", device, exchange))
     for rank, device in enumerate(topology.verifier):
         found.append(
             Need(f"verifier{rank} on {device}", device, 2 * drafter_parameters(config, facts) * _width(config))
@@ -82,11 +87,14 @@ def check_memory(config: TrainConfig, facts: TargetFacts, free: Mapping[str, int
     for device, roles in by_device.items():
         total = CONTEXT_BYTES + sum(need.bytes for need in roles)
         if total > free[device]:
-            parts = ", ".join(f"{need.role.replace(f' on {device}', '')} {need.bytes / GB:.1f}" for need in roles)
             largest = max(roles, key=lambda need: need.bytes)
+            others = [need for need in roles if need is not largest]
+            parts = ", ".join(f"{need.role.replace(f' on {device}', '')} {need.bytes / GB:.1f}" for need in roles)
+            whose = f"{largest.role} and its neighbours need" if others else f"{largest.role} needs"
             raise ConfigError(
-                f"{largest.role} and its neighbours need about {total / GB:.1f} GB, {free[device] / GB:.1f} free "
-                f"({parts}). Spread the roles with topology.*, or lower data.token_budget and data.block_slots"
+                f"{whose} about {total / GB:.1f} GB, {free[device] / GB:.1f} free"
+                f"{f' ({parts})' if others else ''}. Spread the roles with topology.*, or lower data.token_budget and "
+                "data.block_slots"
             )
 
 
@@ -111,6 +119,18 @@ def _target_bytes(config: TrainConfig, facts: TargetFacts) -> int:
     activations = passing * facts.hidden_size * _width(config)
     weights = (facts.parameters - facts.eight_bit_parameters) * _width(config) + facts.eight_bit_parameters
     return weights + activations
+
+
+def _exchange_bytes(config: TrainConfig, facts: TargetFacts) -> int:
+    """What one drafter's exchange holds beside the gradients: pieces of sums, and NCCL's buffers where that is used."""
+    topology = config.topology
+    if len(topology.drafter) == 1:
+        return 0
+    # A sum in fp32, and a piece in the gradients' type on its way in and out.
+    pieces = min(PIECE, drafter_parameters(config, facts)) * (4 + 2 * _width(config))
+    verifiers = topology.verifier or topology.target[:1]
+    how = choose(config.run.exchange, topology.drafter, (*topology.target, *verifiers))
+    return pieces + (NCCL_BYTES if how == "nccl" else 0)
 
 
 def _drafter_bytes(config: TrainConfig, facts: TargetFacts, shares_target: bool) -> int:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.facts import scrub
+from benchmarks.many_gpus import splits
 from benchmarks.parts import Part, Work, chosen, rows_of, run_parts
 from benchmarks.runs import memory_growth
 from tests.fixtures import fake_nvidia_smi
@@ -225,12 +226,23 @@ def test_many_gpus_runs_its_logic_on_a_cpu(tmp_path: Path) -> None:
     """With a recorded nvidia-smi of two cards in the PATH, whose answers end as fixtures."""
     tools = fake_nvidia_smi.install(tmp_path / "bin", fake_nvidia_smi.TWO_IDLE)
     path = f"{tools.parent}:{os.environ['PATH']}"
-    words = ("--devices", "cpu,cpu", "--shape", "tiny", "--starts", "1", "--parts", "facts,starts")
+    words = ("--devices", "cpu,cpu", "--shape", "tiny", "--starts", "1", "--parts", "facts,starts,pipeline")
     found = measure("benchmarks.many_gpus", tmp_path / "out", *words, PATH=path)
     assert {part["state"] for part in found.values()} == {"ok"}
     assert [card["name"] for card in found["facts"]["numbers"]["cards"]] == ["NVIDIA H200"] * 2
     assert "580.159.04" in (tmp_path / "out" / "smi" / "gpus_idle.csv").read_text()
     assert found["starts"]["numbers"]["starts"][0]["exit"] == 0
+    (row,) = found["pipeline"]["numbers"]["context tokens/s"]
+    assert row["split"] == "1+1"
+    assert row["pipeline"] > 0
+
+
+@given(count=st.integers(2, 16))
+def test_every_split_fills_its_roles_and_fits(count: int) -> None:
+    for split in splits(count):
+        assert split.targets >= 1
+        assert split.drafters >= 1
+        assert split.targets + split.drafters + split.verifiers == count
 
 
 def test_one_device_is_not_several() -> None:
