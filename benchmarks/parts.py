@@ -1,7 +1,7 @@
 """Long measurements in parts, under one budget of time; every finding is on disk as soon as it is made.
 
-A part gets a share of the budget and whatever the parts before it saved; it is skipped, with a note, where less time is
-left than it needs at least. What it starts are processes of their own with a limit each, so nothing that hangs can take
+A part gets the seconds that it should need, more where the budget has more, and whatever the parts before it saved; it is
+skipped, with a note, where less is left than it needs at least. What it starts are processes of their own with a limit each, so nothing that hangs can take
 the whole measurement with it. `results.json` and `table.txt` are written after every check and number.
 """
 
@@ -35,8 +35,8 @@ class Part:
     """One part of a measurement."""
 
     name: str
-    share: float
-    """Of the budget, relative to the other parts'."""
+    nominal_s: float
+    """What it should need; parts after it begin no later for its sake."""
     least_s: float
     """With less time than this it is not begun."""
     work: Callable[[Work], None]
@@ -138,7 +138,7 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float, head: Mapping[s
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    total = sum(part.share for part in parts)
+    stretch = max(1.0, budget_s / sum(part.nominal_s for part in parts))
     done: list[Found] = []
     planned = 0.0
     lock = threading.Lock()  # a part may have several processes going, each watched by a thread
@@ -148,11 +148,11 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float, head: Mapping[s
             write(out, head, done, time.monotonic() - began)
 
     for part in parts:
-        planned += part.share / total
+        planned = min(budget_s, planned + part.nominal_s * stretch)
         found = Found(part.name)
         done.append(found)
         start = time.monotonic()
-        work = Work(found, out, began + planned * budget_s, save)
+        work = Work(found, out, began + planned, save)
         print(f"== {part.name}: up to {max(0.0, work.left()):.0f} s", flush=True)
         if work.left() < part.least_s:
             found.state = "skipped"
