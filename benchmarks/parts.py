@@ -1,8 +1,9 @@
 """Long measurements in parts, under one budget of time; every finding is on disk as soon as it is made.
 
-A part gets the seconds that it should need, more where the budget has more, and whatever the parts before it saved; it is
-skipped, with a note, where less is left than it needs at least. What it starts are processes of their own with a limit each, so nothing that hangs can take
-the whole measurement with it. `results.json` and `table.txt` are written after every check and number.
+A part gets the seconds that it should need, more where the budget has more, and whatever the parts before it saved; it
+is skipped, with a note, where less is left than it needs at least. What it starts are processes of their own with a
+limit each, so nothing that hangs can take the whole measurement with it. `results.json` and `table.txt` are written
+after every check and number.
 """
 
 from __future__ import annotations
