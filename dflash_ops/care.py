@@ -28,6 +28,7 @@ from dflash_ops.connect import connect, open_transport
 from dflash_ops.diagnose import Finding
 from dflash_ops.errors import INTERRUPTED, AgentFailed, EnvironmentUnfit, UsageError
 from dflash_ops.executor import TargetContext
+from dflash_ops.named_file import require_regular
 from dflash_ops.remote import Place, Remote
 from dflash_ops.scrub import scrub
 from dflash_ops.settings import Target
@@ -226,13 +227,13 @@ def _find(c: TargetContext, run: str) -> Finding:
 
 def _read(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8", errors="replace")
+        return require_regular(Path(name)).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"{name}: cannot be read", why=error.strerror or str(error)) from None
 
 
 def _write(name: str, text: str) -> None:
-    path = Path(name)
+    path = require_regular(Path(name))
     try:
         path.write_text(text, encoding="utf-8")
         path.chmod(0o600)

@@ -20,6 +20,7 @@ import yaml
 
 import dflash_ops
 from dflash_ops.errors import HostsFileError, UsageError
+from dflash_ops.named_file import require_regular
 from dflash_ops.settings import DEFAULT_ROOT, Gpus, HostsFile, Idle, Roles, Ssh, Target
 
 HOSTS_FILE_VARIABLE = "DFLASH_HOSTS_FILE"
@@ -48,7 +49,7 @@ def load(path: Path | None = None) -> HostsFile:
     """Read and validate; raises HostsFileError naming file, line and fix."""
     path = path or hosts_path()
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = require_regular(path, HostsFileError).read_bytes().decode("utf-8")
     except OSError as error:
         raise HostsFileError(
             f"{path}: cannot be read", why=error.strerror or str(error), hint=f"write it, or set {HOSTS_FILE_VARIABLE}"

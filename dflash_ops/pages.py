@@ -12,6 +12,7 @@ from dflash_ops.diagnose import Finding
 from dflash_ops.errors import UsageError
 from dflash_ops.events import Event, parse_events
 from dflash_ops.incidents import Diagnosis, Source
+from dflash_ops.named_file import require_regular
 from dflash_ops.pull import read_whole
 from dflash_ops.remote import Remote
 from dflash_ops.report import RunPage, render
@@ -42,7 +43,7 @@ def write(target: Target, remote: Remote, run_id: str, out: str, fab: str) -> Wr
         for event in parse_events(read_whole(remote, run.run_id, name, METRICS_LIMIT).decode("utf-8", "replace"))
     ]
     events.sort(key=lambda event: event.time)
-    path = Path(out or f"report-{run.run_id}.html")
+    path = require_regular(Path(out or f"report-{run.run_id}.html"))
     try:
         path.write_text(render(page(finding, run, tuple(events), fab)), encoding="utf-8")
     except OSError as error:

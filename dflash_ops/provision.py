@@ -16,6 +16,7 @@ from dflash_ops.agent.provision import (
     read_lock,
 )
 from dflash_ops.errors import UsageError
+from dflash_ops.named_file import require_regular
 from dflash_ops.remote import Remote
 from dflash_ops.settings import Target
 
@@ -58,7 +59,7 @@ def _send_wheels(remote: Remote, directory: Path, say: Callable[[str], None]) ->
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return require_regular(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path}: cannot be read as a lock", why=str(error), hint="--lock FILE: requirements with hashes"

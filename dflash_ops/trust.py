@@ -16,6 +16,7 @@ import fabric
 import paramiko
 
 from dflash_ops.errors import HostKeyChanged, HostKeyRefused, OpsError
+from dflash_ops.named_file import require_regular
 from dflash_ops.settings import Ssh
 from dflash_ops.transport.link import connection, explain_connect, fingerprint, verify_keys, within
 
@@ -139,7 +140,7 @@ def _path(ssh: Ssh) -> Path:
 
 def _lines(path: Path) -> list[str]:
     try:
-        text = path.read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n")
+        text = require_regular(path).read_bytes().decode("utf-8", "surrogateescape").removesuffix("\n")
         return text.split("\n") if text else []  # not splitlines: it knows more line ends than OpenSSH does
     except FileNotFoundError:
         return []

@@ -30,6 +30,7 @@ from dflash_ops.errors import (
     HostUnreachable,
     OpsError,
 )
+from dflash_ops.named_file import require_regular
 from dflash_ops.settings import Ssh
 
 KEEPALIVE_S = 15
@@ -68,6 +69,8 @@ def connection(ssh: Ssh) -> fabric.Connection:
         if not identity.is_file():
             raise AuthenticationFailed(f"{ssh.host}: the key file {identity} does not exist")
         kwargs["key_filename"] = str(identity)
+    if ssh.config:
+        require_regular(Path(ssh.config).expanduser(), HostsFileError)
     try:
         config = fabric.Config(
             runtime_ssh_path=str(Path(ssh.config).expanduser()) if ssh.config else None,
@@ -92,6 +95,7 @@ def connection(ssh: Ssh) -> fabric.Connection:
 
 def verify_keys(made: fabric.Connection, known_hosts: Path) -> None:
     """Make every hop of the connection check its host key."""
+    require_regular(known_hosts)
     hop: object = made
     while isinstance(hop, fabric.Connection):
         hop.client.set_missing_host_key_policy(_RefuseUnknown())
