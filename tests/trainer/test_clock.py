@@ -1,16 +1,25 @@
 """A stage's timeline: on the host by the clock, on a device by what its stream reached.
 
 Shown able to fail: with a device stage timed by the host's clock, `test_a_host_that_runs_ahead...` finds the target
-waiting 90 % of the time; with only finished waits counted, `test_a_wait_that_spans_readings...` finds none.
+waiting 90 % of the time; with only finished waits counted, `test_a_wait_that_spans_readings...` finds none; without
+`rest` an ended stage spends its time on something else.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NoReturn, cast
 
 import pytest
 
+from trainer.channel import Channel
+from trainer.data.batch import PackedBatch
+from trainer.gate import Gate, Overdue
+from trainer.parts import TargetModel
 from trainer.stages.clock import HostTimeline, StageClock, StageTimes
+from trainer.stages.prefetch import BatchPrefetcher
+from trainer.stages.target import TargetForwardLoop
 
 
 @dataclass
@@ -103,6 +112,31 @@ class TestOnTheHost:
     def test_shares_of_nothing_are_nothing(self) -> None:
         assert StageTimes().share(0.0) == 0.0
         assert StageTimes(busy=1.0).share(2.0) == 1.0
+
+
+class TestAnEndedStage:
+    """It has nothing to do, which is no work of its own: else the last report would call it the slowest."""
+
+    def gate(self) -> Gate:
+        def never(overdue: Overdue) -> NoReturn:
+            raise AssertionError(overdue)
+
+        return Gate([], deadline_s=60.0, on_overdue=never)
+
+    def test_the_prefetcher(self) -> None:
+        wall, clock = on_host()
+        outbox: Channel[PackedBatch] = Channel(1)
+        BatchPrefetcher(lambda: iter(()), range(0), [outbox], self.gate(), clock).run()
+        wall.now = 5.0
+        assert clock.read() == StageTimes(input=5.0)
+
+    def test_the_target(self) -> None:
+        wall, clock = on_host()
+        inbox: Channel[PackedBatch] = Channel(1)
+        inbox.close()
+        TargetForwardLoop(lambda: cast(TargetModel, None), nullcontext, inbox, [], self.gate(), clock).run()
+        wall.now = 5.0
+        assert clock.read() == StageTimes(input=5.0)
 
 
 class TestOnADevice:

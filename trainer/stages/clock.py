@@ -170,6 +170,10 @@ class StageClock:
             raise
         self._change("other", batch=batch)
 
+    def rest(self) -> None:
+        """The stage has done all that there is: from now on it waits for input that never comes."""
+        self._change("input")
+
     def wait_event(self, event: Any) -> None:
         """On a GPU: the stage's further work comes after the event, and until then the device is in this state."""
         self._timeline.wait_event(event)

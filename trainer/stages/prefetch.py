@@ -49,3 +49,4 @@ class BatchPrefetcher:
                 self._outboxes[index % len(self._outboxes)].put(packed)
         for outbox in self._outboxes:
             outbox.close()
+        self._clock.rest()

@@ -72,6 +72,7 @@ class TargetForwardLoop:
             with self._clock.state("input"):
                 packed = next(batches, None)
             if packed is None:
+                self._clock.rest()
                 return
             with self._clock.state("busy", batch=True):
                 hidden_TKH = target.hidden_states(packed)

@@ -121,6 +121,7 @@ class VerifierLoop:
                     with self._clock.state("input"):
                         snapshot = self._box.take()
                 except Closed:
+                    self._clock.rest()
                     return
                 with self._clock.state("busy", batch=True):
                     self._evaluate(evaluate, snapshot, report=True)
