@@ -14,7 +14,8 @@ import torch
 from trainer import torch_setup
 from trainer.bench import cli
 from trainer.bench.measure import BenchError
-from trainer.bench.pipeline import MARKS, SyntheticRows, bound_of, pipeline_config
+from trainer.bench.pipeline import MARKS, bound_of, pipeline_config
+from trainer.bench.synthetic import SyntheticRows
 from trainer.bench.threads import ThreadsRatio, ThreadsResult
 from trainer.data.batch import PackedBatch
 

@@ -15,35 +15,30 @@ import gc
 import json
 import os
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from trainer import torch_setup
 from trainer.assembly import assemble
 from trainer.bench.measure import BenchError, time_work
-from trainer.bench.shapes import SHAPES, BenchShape, bench_config
+from trainer.bench.shapes import SHAPES, bench_config
+from trainer.bench.synthetic import ROWS, NothingKept, SyntheticRows, on_thread
 from trainer.bench.target import target_config
-from trainer.checkpoint import CheckpointStore, Snapshot
 from trainer.config import RunConfig, TopologyConfig, TrainConfig, override
 from trainer.data.batch import HiddenBatch, PackedBatch
-from trainer.data.packing import Document, pack
 from trainer.metrics import Metrics
 from trainer.parts import Evaluation, Parts
 from trainer.pipeline import EXIT_DONE, Pipeline
 
 STEPS = 30
-ROWS = 4
-"""Different rows, used in turn."""
 MARKS = 6
 """Logged steps of a run; it is timed from the second to the last but one."""
 NEVER = 10**9
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,53 +80,6 @@ class PipelineResult:
     note: str
 
 
-class SyntheticRows:
-    """A source without data: a few rows of random tokens, under the numbers that the run asks for."""
-
-    def __init__(self, config: TrainConfig, *, vocab_size: int, documents: int) -> None:
-        data = config.data
-        length = data.token_budget // documents
-        self.rows: list[PackedBatch] = []
-        for index in range(ROWS):
-            generator = torch.Generator().manual_seed(index)
-            texts = [
-                Document(
-                    f"random {index}.{n}",
-                    torch.randint(0, vocab_size - 1, (length,), generator=generator),
-                    torch.ones(length, dtype=torch.bool),
-                )
-                for n in range(documents)
-            ]
-            self.rows.append(
-                pack(
-                    texts,
-                    index=index,
-                    cursor={},
-                    token_budget=data.token_budget,
-                    block_slots=data.block_slots,
-                    max_documents=data.max_documents,
-                    run_seed=0,
-                    reuse=data.reuse,
-                )
-            )
-        self._next = 0
-
-    def __next__(self) -> PackedBatch:
-        index = self._next
-        self._next += 1
-        return replace(self.rows[index % ROWS], index=index)
-
-
-class NothingKept(CheckpointStore):
-    """A store that writes nothing: a benchmark's weights are of no use."""
-
-    def save(self, snapshot: Snapshot, config: TrainConfig) -> Path:
-        return self.directory
-
-    def mark_best(self, step: int, accept_len: float) -> bool:
-        return False
-
-
 def bench_pipeline(
     name: str,
     documents: int,
@@ -147,7 +95,7 @@ def bench_pipeline(
 
     Raises BenchError where the shape or the devices cannot be measured, TargetError, ConfigError as a run does.
     """
-    shape, device = SHAPES[name], torch.device(drafters[0])
+    device = torch.device(drafters[0])
     if device.type == "cpu" and name != "tiny":
         raise BenchError(
             f"bench pipeline --shape {name} needs a CUDA device: its target alone has tens of gigabytes; use --shape "
@@ -159,9 +107,7 @@ def bench_pipeline(
     source = SyntheticRows(config, vocab_size=_vocab_size(parts), documents=documents)
     tokens = config.data.token_budget
     target_rate = tokens / on_thread("target", targets[0], lambda: _target_alone(parts, source.rows, repeats))
-    drafter_rate = tokens / on_thread(
-        "drafter", drafters[0], lambda: _drafter_alone(parts, shape, config, source.rows, repeats)
-    )
+    drafter_rate = tokens / on_thread("drafter", drafters[0], lambda: _drafter_alone(parts, source.rows, repeats))
     _free(device)
     fresh_rate = drafter_rate / config.data.reuse
     if kind == "harmonic":
@@ -237,26 +183,6 @@ def pipeline_config(
     )
 
 
-def on_thread(role: torch_setup.Role, device: str, work: Callable[[], ResultT]) -> ResultT:
-    """Run `work` as the pipeline does: on a thread of its own that entered its role's rules."""
-    results: list[ResultT] = []
-    errors: list[BaseException] = []
-
-    def life() -> None:
-        try:
-            with torch_setup.thread_rules(role, device):
-                results.append(work())
-        except BaseException as error:  # noqa: BLE001  # the caller raises it
-            errors.append(error)
-
-    thread = threading.Thread(target=life, name=f"bench-{role}", daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
 def _target_alone(parts: Parts, rows: Sequence[PackedBatch], repeats: int) -> float:
     """Seconds for a batch."""
     target: Any = parts.target(0)
@@ -264,9 +190,7 @@ def _target_alone(parts: Parts, rows: Sequence[PackedBatch], repeats: int) -> fl
     return timing.median_ms / 1e3
 
 
-def _drafter_alone(
-    parts: Parts, shape: BenchShape, config: TrainConfig, rows: Sequence[PackedBatch], repeats: int
-) -> float:
+def _drafter_alone(parts: Parts, rows: Sequence[PackedBatch], repeats: int) -> float:
     """Seconds for a batch."""
     step: Any = parts.step(0)
     step.warm_up()
