@@ -225,6 +225,13 @@ class StepConfig:
 
     fp8: bool = False
     """The drafter's matrix products and the frozen head in 8 bits (e4m3, one scale a row), forward and backward."""
+    recompute: Literal["none", "elementwise"] = "none"
+    """What a compiled backward may compute again to hold less: `elementwise`, norms and SwiGLU, but no product."""
+    recompute_mlps: int = 0
+    """In how many layers, from the first, backward also repeats the gate and up product: memory for FLOPs."""
+
+    def __post_init__(self) -> None:
+        _require(self.recompute_mlps >= 0, "step.recompute_mlps must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,15 +19,18 @@ SETTLE_STEPS = 3
 """Uncaptured steps before a capture: allocator, autotuning and library handles come to rest in them."""
 
 _lock = threading.Lock()
-_functions: dict[tuple[Any, str, str | None], Any] = {}
+_functions: dict[tuple[Any, str, str | None, str], Any] = {}
 
 
-def compiled(function: Callable[..., Any], device: torch.device, *, mode: str | None = None) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], device: torch.device, *, mode: str | None = None, label: str = ""
+) -> Callable[..., Any]:
     """`function` compiled for one device: whole graph, static shapes; shared by all threads of that device.
 
-    Nothing is compiled before the first call, which must happen under the gate.
+    Nothing is compiled before the first call, which must happen under the gate. `label` keeps apart what is compiled
+    under different settings of the compiler.
     """
-    key = (function, str(device), mode)
+    key = (function, str(device), mode, label)
     with _lock:
         if key not in _functions:
             plain = cast(types.FunctionType, function)
@@ -35,6 +39,20 @@ def compiled(function: Callable[..., Any], device: torch.device, *, mode: str | 
             )
             _functions[key] = torch.compile(clone, fullgraph=True, dynamic=False, mode=mode)
         return cast(Callable[..., Any], _functions[key])
+
+
+def recomputing(what: str) -> AbstractContextManager[None]:
+    """What backward may compute again, for everything that is compiled inside; see `StepConfig.recompute`.
+
+    Left alone, the partitioner keeps what a product of backward reads (norms, SwiGLU's result), since it has to exist
+    there anyway. `elementwise` lets it be made again from what is kept besides: less memory, one more elementwise pass.
+    """
+    if what == "none":
+        return nullcontext()
+    import torch._functorch.config as partitioner
+
+    made: AbstractContextManager[None] = partitioner.patch(ban_recompute_materialized_backward=False)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

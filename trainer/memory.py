@@ -1,7 +1,7 @@
 """Does the run fit its GPUs? Asked before anything is loaded, answered by role and device.
 
 The estimate is arithmetic on shapes, and was checked against a measurement: a 27B-shape drafter step with 4 x 4096
-tokens and 2,048 blocks of 16 peaked at 70.5 GB with two spare batches of 0.84 GB (docs/benchmarks.md); this says 68.8.
+tokens and 2,048 blocks of 16 peaked at 70.5 GB with two spare batches of 0.84 GB (docs/benchmarks.md); this says 67.9.
 
 Shape legend: P drafter parameters, T context tokens, N block slots, B block size, Q = N * B, K captured layers, H
 hidden size, V vocabulary, F intermediate size.
@@ -93,8 +93,9 @@ def check_memory(config: TrainConfig, facts: TargetFacts, free: Mapping[str, int
             whose = f"{largest.role} and its neighbours need" if others else f"{largest.role} needs"
             raise ConfigError(
                 f"{whose} about {total / GB:.1f} GB, {free[device] / GB:.1f} free"
-                f"{f' ({parts})' if others else ''}. Spread the roles with topology.*, or lower data.token_budget and "
-                "data.block_slots"
+                f"{f' ({parts})' if others else ''}. Spread the roles with topology.*, hold less with "
+                "step.recompute=elementwise and then step.recompute_mlps (they cost time), or lower data.token_budget "
+                "and data.block_slots"
             )
 
 
@@ -134,18 +135,60 @@ def _exchange_bytes(config: TrainConfig, facts: TargetFacts) -> int:
 
 
 def _drafter_bytes(config: TrainConfig, facts: TargetFacts, shares_target: bool) -> int:
-    drafter, width, hidden = config.drafter, _width(config), facts.hidden_size
+    width, hidden = _width(config), facts.hidden_size
     parameters = drafter_parameters(config, facts)
     masters = 12 * parameters  # fp32 master weight and two moments
     weights = (0 if width == 4 else width * parameters) + width * parameters  # working copy and gradient
     wide_sum = 4 * parameters if config.optim.micro_steps > 1 and width == 2 else 0
-    ends = 0 if shares_target else 2 * facts.vocab_size * hidden * width
+    table = facts.vocab_size * hidden * width
+    own_head = not config.step.fp8 or config.loss.labels != "tokens"
+    ends = 0 if shares_target else table * (1 + own_head)
+    if config.step.fp8:
+        ends += 2 * facts.vocab_size * hidden  # the head by rows and by columns, a byte a number
     inputs = config.data.token_budget * facts.features * hidden * width
+    held = masters + weights + wide_sum + ends + inputs
+    return held + kept_for_backward(config, facts) + max(_loss_bytes(config, facts), _backward_bytes(config, facts))
+
+
+def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
+    """Bytes that the compiled drafter's forward hands to its backward, as `benchmarks/saved_tensors.py` counts them."""
+    drafter, step, width, hidden = config.drafter, config.step, _width(config), facts.hidden_size
     rows, context = config.data.block_slots * drafter.block_size, config.data.token_budget
     heads, kv_heads = drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
-    saved_row = 4 * hidden + 3 * drafter.intermediate_size + 3 * heads + 3 * kv_heads
-    saved = drafter.num_layers * (rows * saved_row + context * 3 * kv_heads) + 3 * hidden * (rows + context)
-    backward = 2 * rows * drafter.intermediate_size
-    copies = 1 if config.compile else 2
-    logits = min(config.loss.chunk_rows, rows) * facts.vocab_size * copies
-    return masters + weights + wide_sum + ends + inputs + width * (saved + backward + logits)
+    again = _elementwise_again(config)
+    # Projected q, k, v; rotated q; attention's output; keys and values; the context's projections.
+    attention = rows * (3 * heads + 4 * kv_heads) + context * 4 * kv_heads
+    streams = rows * (2 if again else 4) * hidden  # twice the residual stream, and what the norms made of it
+    mlp = rows * (2 if again else 3) * drafter.intermediate_size  # gate, up and their product
+    kept = drafter.num_layers * (attention + streams) + (drafter.num_layers - step.recompute_mlps) * mlp
+    kept = width * (kept + (1 if again else 2) * context * hidden) + 4 * drafter.head_dim * (rows + context)
+    if step.fp8:
+        # Inputs of the output projection and of `fc`, as their products want them.
+        kept += drafter.num_layers * rows * heads + context * facts.features * hidden
+    return kept
+
+
+def _elementwise_again(config: TrainConfig) -> bool:
+    # In 8 bits, what the products of backward read has to be made anew anyway.
+    return config.compile and (config.step.recompute == "elementwise" or config.step.fp8)
+
+
+def _loss_bytes(config: TrainConfig, facts: TargetFacts) -> int:
+    rows = config.data.block_slots * config.drafter.block_size
+    chunk = min(config.loss.chunk_rows, rows) * facts.vocab_size
+    # Uncompiled, the pass over the logits holds a second copy; in 8 bits their gradient is one of half the size.
+    copies = _width(config) * (1 if config.compile else 2) + config.step.fp8
+    return chunk * copies + 2 * rows * facts.hidden_size * _width(config)
+
+
+def _backward_bytes(config: TrainConfig, facts: TargetFacts) -> int:
+    """What is alive beside it as the last layer's MLP, the largest part, goes backward."""
+    drafter, width = config.drafter, _width(config)
+    rows = config.data.block_slots * drafter.block_size
+    wide = 3  # gradients of gate, up and their product
+    if _elementwise_again(config) or config.step.recompute_mlps == drafter.num_layers:
+        wide += 1  # the product made again
+    if config.step.recompute_mlps == drafter.num_layers:
+        wide += 2  # and gate and up
+    quantised = 4 * rows * drafter.intermediate_size if config.step.fp8 else 0  # the wide gradient, both ways round
+    return rows * width * (wide * drafter.intermediate_size + 2 * facts.hidden_size) + quantised

@@ -63,7 +63,17 @@ def choose_checkpoint(config: TrainConfig, store: CheckpointStore) -> Resume:
 
 
 EXECUTION_KEYS = frozenset(
-    {"variant", "attention", "graphs", "compile", "step.fp8", "target.compile", "target.packing"}
+    {
+        "variant",
+        "attention",
+        "graphs",
+        "compile",
+        "step.fp8",
+        "step.recompute",
+        "step.recompute_mlps",
+        "target.compile",
+        "target.packing",
+    }
 )
 """How the same mathematics is executed. They may change on resume; the bits then may too."""
 

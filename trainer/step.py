@@ -23,7 +23,7 @@ import torch
 from trainer import torch_setup
 from trainer.config import ConfigError, TrainConfig
 from trainer.data.batch import HiddenBatch
-from trainer.graphs import CapturedStep, compiled
+from trainer.graphs import CapturedStep, compiled, recomputing
 from trainer.inputs import StepInputs
 from trainer.model import fp8
 from trainer.model.anchors import labels_and_weights, predicting_rows
@@ -32,7 +32,7 @@ from trainer.model.drafter import Attend, Drafter, Product
 from trainer.model.head import Head, PlainHead, ScaledHead, fused_gradient_over_logits, scaled_gradient_of_logits
 from trainer.model.loss import Teacher, accept_lengths, block_loss, dpace, teacher_choices
 from trainer.optim import FlatAdamW, flatten_parameters
-from trainer.step_checks import check_fp8
+from trainer.step_checks import check_options
 
 STATS = ("numerator", "denominator", "correct", "counted", "accept_sum", "blocks", "tokens")
 """What `TrainStep.stats` sums, in this order; each may be added over micro-steps and drafters."""
@@ -73,10 +73,13 @@ def drafter_forward(
     block_embeds_QH: torch.Tensor,
     block_positions_Q: torch.Tensor,
     attend: Attend,
-    product: Product,
+    product: Product = torch.nn.functional.linear,
+    recompute_mlps: int = 0,
 ) -> torch.Tensor:
     """The compiled region: the whole drafter. A function of its own, so that each device can have its own cache."""
-    out: torch.Tensor = drafter(hidden_TKH, positions_T, block_embeds_QH, block_positions_Q, attend, product)
+    out: torch.Tensor = drafter(
+        hidden_TKH, positions_T, block_embeds_QH, block_positions_Q, attend, product, recompute_mlps
+    )
     return out
 
 
@@ -136,13 +139,13 @@ class TrainStep:
                 "attention=flex on a GPU needs compile=true: uncompiled, FlexAttention computes every score; "
                 "use attention=sdpa to run without the compiler"
             )
-        self._product: Product = torch.nn.functional.linear
-        if config.step.fp8:
-            check_fp8(config, self.drafter, self.device)
-            self._product = fp8.linear
+        check_options(config, self.drafter, self.device)
+        self._product: Product = fp8.linear if config.step.fp8 else torch.nn.functional.linear
         mode = "reduce-overhead" if config.graphs == "compiler" else None
         self._forward: Callable[..., torch.Tensor] = (
-            compiled(drafter_forward, self.device, mode=mode) if use_compile else drafter_forward
+            compiled(drafter_forward, self.device, mode=mode, label=config.step.recompute)
+            if use_compile
+            else drafter_forward
         )
         head_VH = target_ends.head_VH.to(self.device, self.dtype)
         # Labels that the target makes want its own head; with labels from the text an 8-bit one is all there is.
@@ -220,6 +223,7 @@ class TrainStep:
                 block_positions_NB.flatten(),
                 self.attention,
                 self._product,
+                self.config.step.recompute_mlps,
             )
             # The first position of a block is given and has no weight: the head need not see it.
             drafted_QH = states_QH.view(*block_ids_NB.shape, -1)[:, 1:].flatten(0, 1)
@@ -270,10 +274,11 @@ class TrainStep:
         self.optimizer.enabled.fill_(False)
         steps = (self._accumulate, self._apply)
         if self.device.type == "cuda":
-            if self.config.graphs == "step":
-                self._captured = CapturedStep.capture(*steps, device=self.device, capturing=capturing)
-            else:
-                CapturedStep.settle(*steps)
+            with recomputing(self.config.step.recompute):
+                if self.config.graphs == "step":
+                    self._captured = CapturedStep.capture(*steps, device=self.device, capturing=capturing)
+                else:
+                    CapturedStep.settle(*steps)
             for step in (self.accumulate, self.apply):
                 step()
             torch.cuda.synchronize(self.device)

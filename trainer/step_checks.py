@@ -9,6 +9,15 @@ from trainer.model.drafter import Drafter
 from trainer.model.fp8 import ALIGNMENT
 
 
+def check_options(config: TrainConfig, drafter: Drafter, device: torch.device) -> None:
+    """Raises ConfigError for an option of `step.*` that this drafter or device cannot follow."""
+    layers = drafter.shape.config.num_layers
+    if config.step.recompute_mlps > layers:
+        raise ConfigError(f"step.recompute_mlps is {config.step.recompute_mlps}, but the drafter has {layers} layers")
+    if config.step.fp8:
+        check_fp8(config, drafter, device)
+
+
 def check_fp8(config: TrainConfig, drafter: Drafter, device: torch.device) -> None:
     """Raises ConfigError where step.fp8 cannot run: sizes that 8-bit products refuse, or a GPU without them."""
     shape, own = drafter.shape, drafter.shape.config

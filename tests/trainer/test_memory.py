@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from trainer.config import ConfigError, DataConfig, TargetConfig, TopologyConfig, TrainConfig
-from trainer.memory import TargetFacts, check_memory, drafter_parameters, needs
+from benchmarks.saved_tensors import saved_tensors
+from trainer.bench.shapes import SHAPES, bench_config
+from trainer.config import ConfigError, DataConfig, StepConfig, TargetConfig, TopologyConfig, TrainConfig
+from trainer.memory import TargetFacts, check_memory, drafter_parameters, kept_for_backward, needs
 from trainer.model.target_models import weigh
 
 FACTS_27B = TargetFacts(parameters=26_900_000_000, hidden_size=5120, vocab_size=248320, features=5)
@@ -31,6 +34,42 @@ def test_a_drafters_need_is_what_was_measured() -> None:
     found = {need.role: need.bytes for need in needs(config(("cuda:0",), ("cuda:1",), ()), FACTS_27B)}
     assert found["drafter0 on cuda:1"] / 1e9 == pytest.approx(70.5 - 1.7, rel=0.03)
     assert found["target on cuda:0"] / 1e9 == pytest.approx(55, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("step", "most"),
+    [
+        (StepConfig(recompute="elementwise"), 60.0),
+        (StepConfig(recompute="elementwise", recompute_mlps=2), 57.5),
+        (StepConfig(fp8=True), 64.0),
+        (StepConfig(fp8=True, recompute_mlps=5), 55.0),
+    ],
+)
+def test_the_estimate_knows_what_the_steps_options_save(step: StepConfig, most: float) -> None:
+    plain = config(("cuda:0",), ("cuda:1",), ())
+    found = {need.role: need.bytes for need in needs(replace(plain, step=step), FACTS_27B)}
+    assert 50.0 < found["drafter0 on cuda:1"] / 1e9 < most
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        StepConfig(),
+        StepConfig(recompute="elementwise", recompute_mlps=1),
+        StepConfig(fp8=True, recompute_mlps=2),
+    ],
+    ids=["plain", "recompute", "fp8"],
+)
+def test_what_backward_keeps_is_what_the_compilers_own_split_keeps(step: StepConfig) -> None:
+    """The formula against a trace of the real drafter. Failed with SwiGLU's product left out of `none`, and with the
+    repeated MLPs counted all the same.
+    """
+    shape = SHAPES["tiny"]
+    traced = saved_tensors(shape, 1, in_8_bits=step.fp8, recompute=step.recompute, recompute_mlps=step.recompute_mlps)
+    made = bench_config(shape, 1, attention="flex", graphs="none", device=torch.device("cuda"))
+    facts = TargetFacts(1, shape.hidden_size, shape.vocab_size, shape.features)
+    # Statistics of norms and softmax, a thousandth at 27B, weigh more where heads are 32 wide.
+    assert kept_for_backward(replace(made, step=step), facts) == pytest.approx(sum(traced.values()), rel=0.06)
 
 
 def test_a_device_of_its_own_for_each_role_fits_and_one_for_all_does_not() -> None:

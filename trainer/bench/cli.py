@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
         help="target.packing (target)",
     )
     made.add_argument("--peer-folder", type=Path, help="where the peer is, or is to be, installed (peers)")
+    made.add_argument("--recompute", choices=("none", "elementwise"), default="none", help="step.recompute (drafter)")
+    made.add_argument("--recompute-mlps", type=int, default=0, help="step.recompute_mlps (drafter)")
     made.add_argument("--fp8", action="store_true", help="also with step.fp8 (drafter), target.fp8 (target)")
     made.add_argument("--compile", action="store_true", help="also with target.compile (target)")
     made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel (drafter, target)")
@@ -113,7 +115,7 @@ def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float
                 device=device,
                 repeats=arguments.repeats,
                 profile=arguments.profile,
-                options=StepConfig(fp8=fp8),
+                options=StepConfig(fp8=fp8, recompute=arguments.recompute, recompute_mlps=arguments.recompute_mlps),
             )
 
 

@@ -28,6 +28,8 @@ class DrafterResult:
     documents: int
     graphs: str
     fp8: bool
+    recompute: str
+    recompute_mlps: int
     warm_up_s: float
     accumulate_ms: float
     step_ms: float
@@ -85,6 +87,8 @@ def bench_drafter(
         documents=documents,
         graphs=graphs,
         fp8=config.step.fp8,
+        recompute=config.step.recompute,
+        recompute_mlps=config.step.recompute_mlps,
         warm_up_s=warm_up_s,
         accumulate_ms=accumulate.median_ms,
         step_ms=timing.median_ms,

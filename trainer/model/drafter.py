@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.config import DrafterConfig
 
@@ -189,10 +190,15 @@ class DrafterLayer(nn.Module):
         block_rope: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
         product: Product,
+        recompute_mlp: bool,
     ) -> torch.Tensor:
         normed = self.input_layernorm(block_QH)
         block_QH = block_QH + self.self_attn(layer_index, context_TH, normed, context_rope, block_rope, attend, product)
-        return block_QH + self.mlp(self.post_attention_layernorm(block_QH), product)  # type: ignore[no-any-return]
+        normed = self.post_attention_layernorm(block_QH)
+        if not recompute_mlp:
+            return block_QH + self.mlp(normed, product)  # type: ignore[no-any-return]
+        # Nothing is drawn at random here, and saving a generator's state would wait for the device.
+        return block_QH + checkpoint(self.mlp, normed, product, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 class Drafter(nn.Module):
@@ -257,11 +263,17 @@ class Drafter(nn.Module):
         block_positions_Q: torch.Tensor,
         attend: Attend,
         product: Product = nn.functional.linear,
+        recompute_mlps: int = 0,
     ) -> torch.Tensor:
-        """Final-normed block states [Q, H], ready for the target's head."""
+        """Final-normed block states [Q, H], ready for the target's head.
+
+        The first `recompute_mlps` layers keep nothing of their MLP for backward and run its products again there. The
+        first, because they come last in backward: by then the other layers have let go of theirs.
+        """
         context_TH = self.fuse(hidden_TKH, product)
         context_rope, block_rope = self.rotary(positions_T), self.rotary(block_positions_Q)
         block_QH = block_embeds_QH
         for index, layer in enumerate(self.layers):
-            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend, product)
+            again = index < recompute_mlps
+            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend, product, again)
         return self.norm(block_QH)  # type: ignore[no-any-return]

@@ -1,0 +1,99 @@
+"""What backward computes again must come out as it was: gradients equal, bit for bit.
+
+Seen to fail: with the repeated part cut off from its input's gradient, and with nothing repeated at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from tests.trainer.test_joined import attend
+from tests.trainer.test_step import make_batch, make_config, make_drafter, make_ends
+from trainer.config import ConfigError, StepConfig
+from trainer.graphs import recomputing
+from trainer.step import TrainStep, drafter_forward
+from trainer.torch_setup import apply_torch_config
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_step_that_repeats_its_mlps_has_the_same_gradients(layers: int, fp8: bool) -> None:
+    found = []
+    for recompute_mlps in (0, layers):
+        config = replace(make_config(), step=StepConfig(fp8=fp8, recompute_mlps=recompute_mlps))
+        step = TrainStep(config, make_drafter(config), make_ends(), "cpu")
+        step.load(make_batch(config, 0))
+        step.accumulate()
+        found.append(step)
+    assert torch.equal(found[0].grads, found[1].grads)
+    assert torch.equal(found[0].stats, found[1].stats)
+
+
+def test_nothing_of_a_repeated_mlp_is_kept() -> None:
+    """Bytes that autograd holds between forward and backward, counted as they are saved."""
+    config = make_config()
+    drafter, sizes = make_drafter(config), []
+    for again in (0, 2):
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = drafter_forward(drafter, *inputs(), attend, recompute_mlps=again)
+        sizes.append(sum(kept.values()))
+        out.sum().backward()
+    wide = 48 * 48 * 4  # gate, up, silu and product are each [48 rows, 48]
+    assert sizes[0] - sizes[1] >= 2 * 3 * wide
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+    hidden, embeds = torch.randn(64, 64, generator=generator), torch.randn(48, 32, generator=generator)
+    return hidden, torch.arange(64), embeds, torch.arange(48)
+
+
+def test_elementwise_recompute_keeps_less_and_gives_the_same_gradients() -> None:
+    """The same graph split twice by the compiler's partitioner, run without code generation."""
+    apply_torch_config()
+    config = make_config()
+    drafter = make_drafter(config)
+    slope = torch.randn(48, 32, generator=torch.Generator().manual_seed(6))
+    found: list[list[torch.Tensor]] = []
+    handed: list[int] = []
+
+    def forward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+        handed.append(sum(node.meta["val"].nbytes for node in outputs[1:] if isinstance(node, torch.fx.Node)))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    for recompute in ("none", "elementwise"):
+        torch._dynamo.reset()
+        drafter.zero_grad()
+        with recomputing(recompute):
+            call = torch.compile(drafter_forward, fullgraph=True, dynamic=False, backend=backend)
+            call(drafter, *inputs(), attend).backward(slope)
+        found.append([parameter.grad for parameter in drafter.parameters() if parameter.grad is not None])
+    assert handed[1] < handed[0]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_more_layers_than_there_are_is_refused() -> None:
+    config = replace(make_config(), step=StepConfig(recompute_mlps=3))
+    with pytest.raises(ConfigError, match="recompute_mlps is 3, but the drafter has 2"):
+        TrainStep(config, make_drafter(config), make_ends(), "cpu")
+    with pytest.raises(ConfigError, match="at least 0"):
+        StepConfig(recompute_mlps=-1)
