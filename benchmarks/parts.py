@@ -202,7 +202,7 @@ def lines_of(found: Found) -> list[str]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             lines += [f"  {name}", *(f"    {row}" for row in rows_of(value))]
         else:
-            lines.append(f"  {name:<48}{plain(value)}")
+            lines.append(f"  {name:<56}  {plain(value)}")
     lines += [f"  note    {line}" for note in found.notes for line in note.rstrip().splitlines()]
     return lines
 

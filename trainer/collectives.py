@@ -105,6 +105,10 @@ class PeerSum:
     def rehearse(self, seats: Sequence[Seat]) -> None:
         """Open peer access between all pairs of devices: the first copy of a pair does it, and may wait for both."""
         devices = list(dict.fromkeys(seat.device for seat in seats))
+        for rank, seat in enumerate(seats):
+            for device in devices:
+                if device != seat.device:
+                    self._stream(rank, device)
         for source in devices:
             for target in devices:
                 torch.zeros(1, device=source).to(target)
