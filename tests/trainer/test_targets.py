@@ -173,8 +173,8 @@ def test_a_corrupt_checkpoint_says_so(tmp_path: Path) -> None:
         load_target(TargetConfig(path=str(tmp_path)), "cpu")
 
 
-def other_target(kind: str, directory: Path) -> Path:
-    """A small random text model of another family, with the tiny tokenizer."""
+def other_target(kind: str, directory: Path, **sizes: int) -> Path:
+    """A small random text model of another family, with the tiny tokenizer; `sizes` replace those of its config."""
     import transformers
 
     common = {
@@ -189,7 +189,7 @@ def other_target(kind: str, directory: Path) -> Path:
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": 0,
-    }
+    } | sizes
     if kind == "gemma3":
         config = transformers.Gemma3TextConfig(**common, sliding_window=16, query_pre_attn_scalar=8)
     elif kind == "qwen3":

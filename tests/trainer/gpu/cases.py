@@ -24,6 +24,7 @@ import pytest  # noqa: E402  # the environment comes first
 import torch  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 
+from tests.trainer.gpu import target_cases  # noqa: E402
 from tests.trainer.test_step import FEATURES, make_batch, make_config  # noqa: E402
 from trainer.collectives import How  # noqa: E402
 from trainer.config import TrainConfig  # noqa: E402
@@ -680,6 +681,18 @@ def replicas_by_peer_copies() -> None:
 
 def replicas_by_nccl() -> None:
     train_replicas("nccl", every_device(), gpu_config(), 30)
+
+
+def compiled_target_rows() -> None:
+    target_cases.compiled_rows(DEVICE, fp8=False)
+
+
+def compiled_target_rows_in_8_bits() -> None:
+    target_cases.compiled_rows(DEVICE, fp8=True)
+
+
+def target_rows_never_wait_for_the_device() -> None:
+    target_cases.rows_never_wait(DEVICE)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ ON_ONE_DEVICE = [
     "a_hand_off_without_its_event_is_noticed",
     "exchange_on_one_device",
     "a_stage_is_timed_by_its_device",
+    "compiled_target_rows",
+    "compiled_target_rows_in_8_bits",
+    "target_rows_never_wait_for_the_device",
 ]
 OVER_DEVICES = [
     "hidden_states_cross_devices",
@@ -26,5 +29,10 @@ OVER_DEVICES = [
     "replicas_by_peer_copies",
     "replicas_by_nccl",
 ]
-ON_CPU = ["peer_exchange_over_devices", "replicas_by_peer_copies"]
+ON_CPU = [
+    "peer_exchange_over_devices",
+    "replicas_by_peer_copies",
+    "compiled_target_rows",
+    "compiled_target_rows_in_8_bits",
+]
 """Those of the lists above whose logic runs without a GPU too: `cases.py NAME cpu,cpu`."""
