@@ -21,8 +21,9 @@ GRACE_S = 15.0
 ResultT = TypeVar("ResultT")
 
 # Fixed text, run as `python -I -B -c LOADER zip sha256 nonce install_size verb`. It runs the shipped agent if that is
-# there and whole; with install_size > 0 it first takes that many bytes from stdin, checks and stores them. It must
-# parse with any Python 3, so that an old one is told apart from a broken route.
+# there and whole; with install_size > 0 it first takes that many bytes from stdin, checks and stores them. The
+# compiled twin (`agent.compiled`) runs in its place where that is whole too. It must parse with any Python 3, so that
+# an old one is told apart from a broken route.
 LOADER = """\
 import hashlib, json, os, sys
 path, digest, nonce, size = os.path.expanduser(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -59,6 +60,14 @@ if size:
                    "check `root:` in hosts.yaml, free space and permissions there")
 elif not present:
     refuse("AgentMissing", path)
+try:
+    twin = path[:-3] + sys.implementation.cache_tag + ".pyz"
+    with open(twin, "rb") as file:
+        head = file.readline(80).decode()
+        if head == "# %s\\n" % hashlib.sha256(file.read()).hexdigest():
+            path = twin
+except (OSError, ValueError):
+    pass
 sys.path.insert(0, path)
 sys.argv = [path] + sys.argv[5:]
 import runpy

@@ -20,13 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from dflash_ops.agent import files, records, supervise, verbs, wire
+from dflash_ops.agent import compiled, files, records, retire, supervise, verbs, wire
 from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.wire import Answer, Beat, Request
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, OpsError
 
 LAST_RESORT_S = 5.0
 """After this much over the deadline the process ends without a word."""
+TIDY_S = 20.0
+"""A disk that does not answer must not hold up a caller who has the answer."""
 REQUEST_LIMIT = 16 << 20
 BEAT_S = 3.0
 """Between two signs of life while a verb works; the caller gives up long after several are missing."""
@@ -73,7 +75,17 @@ def main() -> None:
     answer = _answer(sys.argv[1] if len(sys.argv) > 1 else "", request, stdin, frames)
     faulthandler.cancel_dump_traceback_later()
     frames(answer)
+    _tidy(Path(__file__).parents[2])
     os._exit(answer.rc)  # no thread, pipe or atexit of a library can hold the answer up
+
+
+def _tidy(running: Path) -> None:
+    """After the answer, on whichever machine this is: what later calls need, and what nobody does. Mostly nothing."""
+    faulthandler.dump_traceback_later(TIDY_S, exit=True, file=sys.stderr)
+    compiled.write(running)
+    if running.suffix == ".pyz":
+        with contextlib.suppress(OSError):
+            retire.agents(running.parent, running)
 
 
 def _beat(frames: Frames) -> None:

@@ -118,7 +118,6 @@ def install(layout: Layout, manifest: Manifest, payload: BinaryIO, size: int, sa
         changed = _make_current(layout, release_id)
         for gone in retire.releases(layout):
             say(f"removed the old release {gone}")
-        retire.agents(layout.agents, running=Path(__file__).parents[2])
         return _deployed(layout, release_id, present=True, changed=changed)
 
 

@@ -1,4 +1,5 @@
-"""Releases and agents that nobody will ask for again: removed at the end of a deploy, so that a target does not fill.
+"""Releases and agents that nobody will ask for again are removed: releases at the end of a deploy, agents at the end of
+any call, since they are also shipped to a target's host, where nothing is deployed.
 
 What stays: the current and the previous release, the release of every run that is alive, every one that was in use
 within the last hour (a launch may have read `current` just before a deploy moved it), and the newest five of the rest.
@@ -34,15 +35,33 @@ def releases(layout: Layout) -> list[str]:
 
 
 def agents(directory: Path, running: Path) -> list[str]:
-    """Remove old agents from the directory that holds the one that is running. Returns their names."""
-    words = {word for line in process.command_lines().values() for word in line}
-    found = [path for path in directory.glob("*.pyz") if path != running and str(path) not in words]
+    """Remove old agents, each with its compiled twin, from the directory of the running one. Returns their hashes."""
+    found: dict[str, list[Path]] = {}
+    for path in directory.iterdir():
+        found.setdefault(_hash(path), []).append(path)
+    if len(found) <= KEPT + 1:  # nearly always: nothing to look for
+        return []
+    # By hash, not by path: an argv may begin with ~/, and may name the shipped archive or the twin.
+    words = " ".join(word for line in process.command_lines().values() for word in line)
+    free = {name for name in found if name not in words} - {_hash(running)}
     gone = []
-    for path in _old(found):
-        with contextlib.suppress(OSError):
-            path.unlink()
-            gone.append(path.name)
+    for path in _old(max(found[name], key=_date) for name in free):
+        for one in found[_hash(path)]:
+            with contextlib.suppress(OSError):
+                one.unlink()
+        gone.append(_hash(path))
     return gone
+
+
+def _date(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _hash(agent: Path) -> str:
+    """What names an agent: the first part of its file's name, of its twin's, and of what a cut upload left."""
+    return agent.name.lstrip(".").partition(".")[0]
 
 
 def used(path: Path) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_ops.agent import wire
+from dflash_ops.agent import compiled, wire
 from dflash_ops.agent.messages import Nothing, Overview, Releases, RunsRequest, StatusRequest
 from dflash_ops.errors import AgentFailed, DeadlineExceeded, UsageError
 from dflash_ops.remote import Place, Remote
@@ -117,19 +119,65 @@ class TestStream:
         assert (end.returncode, end.stderr) == (3, b"bad luck")
 
 
+def agent_and_twin(lab: Lab) -> tuple[Path, Path]:
+    """The shipped agent and its compiled twin."""
+    agent, twin = sorted((lab.root / "agents").iterdir(), key=lambda path: len(path.name))
+    assert twin == compiled.path_of(agent)
+    return agent, twin
+
+
+def program(lab: Lab) -> str:
+    """The archive that one call really runs: what its own traceback names."""
+    argv = lab.remote.argv("status", "00" * 16, 0)
+    request = wire.Request("00" * 16, PATIENCE_S, str(lab.root), str(lab.root), {"run_id": []})
+    said = HERE.call(argv, stdin=request.encode(), deadline=PATIENCE_S).stderr.decode()
+    (path,) = set(re.findall(r'File "(.*\.pyz)/dflash_ops/agent/__main__\.py"', said))
+    return str(path)
+
+
 class TestRemote:
     def test_the_agent_is_shipped_once(self, lab: Lab) -> None:
         for _ in range(2):
             assert lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S).releases == ()
-        (agent,) = (lab.root / "agents").iterdir()
+        (agent, _) = agent_and_twin(lab)
         assert hashlib.sha256(agent.read_bytes()).hexdigest() == agent.name.removesuffix(".pyz")
 
     def test_a_damaged_agent_is_shipped_again(self, lab: Lab) -> None:
         lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
-        (agent,) = (lab.root / "agents").iterdir()
+        (agent, _) = agent_and_twin(lab)
         agent.write_bytes(agent.read_bytes()[:1000])
         lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
         assert hashlib.sha256(agent.read_bytes()).hexdigest() == agent.name.removesuffix(".pyz")
+
+    def test_later_calls_run_the_compiled_twin(self, lab: Lab) -> None:
+        """Shown able to fail: with the twin not looked for, `argv` of the second call names the shipped archive."""
+        lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
+        agent, twin = agent_and_twin(lab)
+        with zipfile.ZipFile(agent) as shipped, zipfile.ZipFile(twin) as both:
+            sources = shipped.namelist()
+            assert set(both.namelist()) == {*sources, *(f"{name}c" for name in sources)}
+            for name in sources:
+                assert both.read(name) == shipped.read(name)
+        assert program(lab) == str(twin)
+
+    @pytest.mark.parametrize("place", [0, 10, 66, 67, 5000, -1])
+    def test_a_damaged_twin_is_left_alone_and_made_again(self, lab: Lab, place: int) -> None:
+        """Shown able to fail: with the loader content with any twin, the call runs damaged bytecode."""
+        lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
+        agent, twin = agent_and_twin(lab)
+        damaged = bytearray(twin.read_bytes())
+        damaged[place] ^= 1
+        twin.write_bytes(damaged)
+        assert program(lab) == str(agent)
+        assert program(lab) == str(twin)
+
+    def test_a_directory_that_may_only_be_read_does_without_the_twin(self, lab: Lab) -> None:
+        lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S)
+        _, twin = agent_and_twin(lab)
+        twin.unlink()
+        twin.mkdir()  # as good as a disk that refuses
+        for _ in range(2):
+            assert lab.remote.call("releases", Nothing(), Releases, deadline=PATIENCE_S).releases == ()
 
     def test_noise_before_the_answer_is_tolerated(self, lab: Lab, tmp_path: Path) -> None:
         noisy = tmp_path / "python"
