@@ -75,7 +75,8 @@ def command(part: str, shape: str, documents: Sequence[int], *, on_gpu: bool) ->
         [] if on_gpu else {"threads": ["--steps", "5"], "pipeline": ["--repeats", "3"]}.get(part, ["--repeats", "3"])
     )
     rows = [] if part == "threads" else ["--documents", *map(str, documents)]
-    more = ["--fp8"] if on_gpu and part == "drafter" and shape != "tiny" else []
+    options = {"drafter": ["--fp8"], "target": ["--fp8", "--compile"]} if on_gpu and shape != "tiny" else {}
+    more = options.get(part, [])
     return [part, "--shape", shape, *rows, *quick, *more, "--json"]
 
 
@@ -109,7 +110,9 @@ def row_of(part: str, found: dict[str, Any]) -> Row:
         return Row(
             part,
             shape,
-            f"{_count(found['documents'], 'document')} in {found['tokens']:,} tokens, by {found['packing']}",
+            f"{_count(found['documents'], 'document')} in {found['tokens']:,} tokens, by {found['packing']}"
+            + (", compiled" if found["compiled"] else "")
+            + (", fp8" if found["fp8"] else ""),
             f"{found['tokens_per_s']:,.0f} tokens/s",
             f"{found['of_ceiling']:.0%} of the ceiling, {found['speedup']:.2f} x transformers' own forward",
             _memory(found["peak_gb"]),

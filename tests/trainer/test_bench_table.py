@@ -29,6 +29,8 @@ def example(kind: type) -> dict[str, object]:
     [
         ("drafter", DrafterResult, "200% of the ceiling"),
         ("target", TargetResult, "2.00 x transformers' own forward"),
+        ("target", TargetResult, "by x, compiled, fp8"),
+        ("drafter", DrafterResult, "graphs x, fp8"),
         ("pipeline", PipelineResult, "200% of the bound (x)"),
         ("threads", ThreadsResult, "3 threads, graphs x"),
         ("threads", ThreadsRatio, "replay 2.00 x plain"),
@@ -71,4 +73,6 @@ def test_what_is_run_where() -> None:
         "4",
         "--json",
     ]
+    assert (table.command("target", "8b", [4], on_gpu=True) or [])[-3:] == ["--fp8", "--compile", "--json"]
+    assert "--fp8" not in (table.command("drafter", "tiny", [1], on_gpu=False) or [])
     assert "--steps" in (table.command("threads", "tiny", [1], on_gpu=False) or [])
