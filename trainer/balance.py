@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer.config import TopologyConfig
-from trainer.metrics import Balance
+from trainer.events import Balance
 from trainer.stages.clock import StageTimes
 
 MIN_STEPS = 20

@@ -20,8 +20,9 @@ import torch
 from trainer.assembly import assemble
 from trainer.checkpoint import CheckpointStore
 from trainer.config import ConfigError, TrainConfig, to_dict
+from trainer.events import End, Start
 from trainer.foreseen import FORESEEN
-from trainer.metrics import End, Metrics, Start
+from trainer.metrics import Metrics
 from trainer.pipeline import EXIT_DONE, EXIT_ERROR, Pipeline
 from trainer.resume import choose_checkpoint
 from trainer.signals import StopSignals

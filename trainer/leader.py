@@ -17,7 +17,7 @@ from trainer.channel import Channel
 from trainer.checkpoint import Progress, Snapshot, copy_to_cpu
 from trainer.config import TrainConfig
 from trainer.data.reuse import ReusePlan
-from trainer.metrics import Event, Step
+from trainer.events import Event, Step
 from trainer.parts import DrafterStep, StepNumbers
 from trainer.reduce import Round
 from trainer.stages.clock import StageClock

@@ -12,7 +12,8 @@ import time
 from trainer.channel import Channel
 from trainer.checkpoint import CheckpointStore, Snapshot
 from trainer.config import TrainConfig
-from trainer.metrics import Checkpoint, Eval, Metrics
+from trainer.events import Checkpoint, Eval
+from trainer.metrics import Metrics
 from trainer.parts import Evaluation
 from trainer.summary import SummaryKeeper
 

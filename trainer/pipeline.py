@@ -33,10 +33,11 @@ from trainer.collectives import choose
 from trainer.config import TrainConfig, to_dict
 from trainer.data.batch import HiddenBatch, PackedBatch
 from trainer.data.reuse import ReusePlan
+from trainer.events import Capture, End, GateOpen, Warmup
 from trainer.foreseen import FORESEEN
 from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
-from trainer.metrics import Capture, End, GateOpen, Metrics, Warmup
+from trainer.metrics import Metrics
 from trainer.outcomes import Outcomes
 from trainer.parts import Parts
 from trainer.reduce import Drifted, InProcessExchange

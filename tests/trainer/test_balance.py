@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trainer.balance import MIN_STEPS, BalanceWatch, Split, Stage, best_split, judge, stages_of
 from trainer.config import TopologyConfig
-from trainer.metrics import human
+from trainer.events import human
 from trainer.stages.clock import HostTimeline, StageClock, StageTimes
 
 seconds = st.integers(1, 400).map(lambda n: n / 64)  # exact in binary, so that ties are ties

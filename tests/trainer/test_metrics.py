@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from trainer.metrics import Checkpoint, End, Eval, GateOpen, Metrics, Start, Step, Warmup, human
+from trainer.events import Checkpoint, End, Eval, GateOpen, Start, Step, Warmup, human
+from trainer.metrics import Metrics
 from trainer.summary import Summary, SummaryKeeper
 
 
