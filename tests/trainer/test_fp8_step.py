@@ -119,6 +119,17 @@ def test_the_loss_of_an_8_bit_head(chunk_rows: int, teaching: bool) -> None:
     assert relative(got, want) < 0.12
 
 
+def test_a_head_quantised_in_parts_is_the_head_quantised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 5 rows, the last one shorter. Failed with scales of the first part for all."""
+    _, head, _, _ = case()
+    whole = ScaledHead.of(head)
+    monkeypatch.setattr("trainer.model.head.PART", 5 * head.shape[1])
+    parts = ScaledHead.of(head)
+    for one, other in ((parts.rows, whole.rows), (parts.columns, whole.columns)):
+        assert torch.equal(fp8.dequantise(one), fp8.dequantise(other))
+    assert parts.rows.values.shape == (64, 16)
+
+
 def test_the_compiled_row_pass_of_an_8_bit_head_equals_the_plain_one() -> None:
     apply_torch_config()
     hidden, head, labels, weights = case()

@@ -14,13 +14,17 @@ from typing import Protocol
 
 import torch
 
-from trainer.model.fp8 import ALIGNMENT, Scaled, quantise_rows, scaled_matmul
+from trainer.model.fp8 import ALIGNMENT, E4M3, Scaled, quantise_rows, scaled_matmul
 
 RowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(logits [R,V], labels [R], weights [R]) -> (top-1 [R], CE fp32 [R]); d(sum w*CE)/d(logits) is left in `logits`."""
 
 ScaledRowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Scaled]]
 """The same, with the gradient as 8-bit rows [R,V]; `logits` stay as they are."""
+
+
+PART = 1 << 26
+"""Numbers of a head that are quantised at once."""
 
 
 class Head(Protocol):
@@ -92,8 +96,9 @@ class ScaledHead:
     ) -> ScaledHead:
         """Quantise a head; the original is not kept."""
         vocab_size = head_VH.shape[0]
-        padded_VH = torch.nn.functional.pad(head_VH, (0, 0, 0, -vocab_size % ALIGNMENT))
-        return cls(quantise_rows(padded_VH), quantise_rows(padded_VH.t()), vocab_size, row_pass, quantise)
+        if vocab_size % ALIGNMENT:
+            head_VH = torch.nn.functional.pad(head_VH, (0, 0, 0, -vocab_size % ALIGNMENT))
+        return cls(_in_parts(head_VH), _in_parts(head_VH.t()), vocab_size, row_pass, quantise)
 
     def losses(
         self,
@@ -111,9 +116,25 @@ class ScaledHead:
         else:
             top_R, losses_R = soft_gradient_over_logits(logits_RV, said_RV, labels_R, weights_R)
             scaled = self.quantise(logits_RV)
-        values_RV = torch.nn.functional.pad(scaled.values, (0, -self.vocab_size % ALIGNMENT))
-        gradient_RH.copy_(scaled_matmul(Scaled(values_RV, scaled.scale), self.columns, hidden_RH.dtype))
+        if self.vocab_size % ALIGNMENT:
+            padded_RV = torch.nn.functional.pad(scaled.values, (0, -self.vocab_size % ALIGNMENT))
+            scaled = Scaled(padded_RV, scaled.scale)
+        gradient_RH.copy_(scaled_matmul(scaled, self.columns, hidden_RH.dtype))
         return top_R, losses_R
+
+
+def _in_parts(x_RC: torch.Tensor) -> Scaled:
+    """`quantise_rows`, some rows at a time: uncompiled and whole, a head of 248,320 x 5,120 would take 15 GB."""
+    parts = Scaled(
+        torch.empty(x_RC.shape, dtype=E4M3, device=x_RC.device),
+        torch.empty(x_RC.shape[0], 1, dtype=torch.float32, device=x_RC.device),
+    )
+    step = max(1, PART // x_RC.shape[1])
+    for low in range(0, x_RC.shape[0], step):
+        part = quantise_rows(x_RC[low : low + step])
+        parts.values[low : low + step] = part.values
+        parts.scale[low : low + step] = part.scale
+    return parts
 
 
 def gradient_over_logits(

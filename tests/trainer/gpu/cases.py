@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trainer import torch_setup
@@ -27,7 +28,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention 
 from tests.trainer.gpu import target_cases  # noqa: E402
 from tests.trainer.test_step import FEATURES, make_batch, make_config  # noqa: E402
 from trainer.collectives import How  # noqa: E402
-from trainer.config import TrainConfig  # noqa: E402
+from trainer.config import StepConfig, TrainConfig  # noqa: E402
 from trainer.data.batch import HiddenBatch  # noqa: E402
 from trainer.model.attention import FlexAttention, layer_layouts  # noqa: E402
 from trainer.model.drafter import Drafter, DrafterShape  # noqa: E402
@@ -255,6 +256,31 @@ def captured_equals_uncaptured() -> None:
     for a, b in zip(replayed, twin, strict=True):
         assert abs(a.loss - b.loss) < 0.02 * abs(b.loss)
         assert abs(a.grad_norm - b.grad_norm) < 0.1 * b.grad_norm
+
+
+def step_options_equal_the_plain_step() -> None:
+    """`step.*` changes how a step is computed: losses and gradient norms stay, to the rounding of 16 or 8 bits."""
+    allowed = {
+        StepConfig(recompute="elementwise"): 0.005,
+        StepConfig(recompute="elementwise", recompute_mlps=1): 0.005,
+        StepConfig(fp8=True): 0.05,
+        StepConfig(fp8=True, recompute_mlps=2): 0.05,
+    }
+    config = gpu_config()
+    # 8-bit products sum over context tokens, so their number must be a multiple of 16.
+    config = replace(config, data=replace(config.data, token_budget=1008))
+    batches = [gpu_batch(config, index) for index in range(3)]
+
+    def life(options: StepConfig) -> list[StepMetrics]:
+        return train(warmed(replace(config, step=options)), batches)
+
+    want = on_one_thread(lambda: life(StepConfig()))
+    for options, tolerance in allowed.items():
+        for mine, plain in zip(on_one_thread(partial(life, options)), want, strict=True):
+            print(options, mine.loss, plain.loss, mine.grad_norm, plain.grad_norm)
+            assert mine.updated
+            assert abs(mine.loss - plain.loss) < tolerance * plain.loss
+            assert abs(mine.grad_norm - plain.grad_norm) < 4 * tolerance * plain.grad_norm
 
 
 def flex_equals_the_oracle() -> None:

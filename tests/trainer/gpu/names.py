@@ -21,6 +21,7 @@ ON_ONE_DEVICE = [
     "compiled_target_rows",
     "compiled_target_rows_in_8_bits",
     "target_rows_never_wait_for_the_device",
+    "step_options_equal_the_plain_step",
 ]
 OVER_DEVICES = [
     "hidden_states_cross_devices",
@@ -34,5 +35,6 @@ ON_CPU = [
     "replicas_by_peer_copies",
     "compiled_target_rows",
     "compiled_target_rows_in_8_bits",
+    "step_options_equal_the_plain_step",
 ]
 """Those of the lists above whose logic runs without a GPU too: `cases.py NAME cpu,cpu`."""
