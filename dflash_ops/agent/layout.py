@@ -43,11 +43,6 @@ class Layout:
         return self.root / "pycache"
 
     @property
-    def agents(self) -> Path:
-        """Versions of the agent, named by their sha256."""
-        return self.root / "agents"
-
-    @property
     def lock(self) -> Path:
         """Held by flock from the gate to the end of the trainer."""
         return self.root / "lock"
