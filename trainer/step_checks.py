@@ -14,6 +14,11 @@ def check_options(config: TrainConfig, drafter: Drafter, device: torch.device) -
     layers = drafter.shape.config.num_layers
     if config.step.recompute_mlps > layers:
         raise ConfigError(f"step.recompute_mlps is {config.step.recompute_mlps}, but the drafter has {layers} layers")
+    if config.step.recompute != "none" and device.type == "cuda" and not config.compile:
+        raise ConfigError(
+            f"step.recompute={config.step.recompute} is carried out by the compiler, and compile=false: set "
+            "compile=true, or use step.recompute_mlps alone"
+        )
     if config.step.fp8:
         check_fp8(config, drafter, device)
 

@@ -19,6 +19,8 @@ from tests.trainer.test_step import make_batch, make_config, make_drafter, make_
 from trainer.config import ConfigError, StepConfig
 from trainer.graphs import recomputing
 from trainer.step import TrainStep, drafter_forward
+from trainer.step_checks import check_options
+from trainer.topology import cpu_notes
 from trainer.torch_setup import apply_torch_config
 
 
@@ -97,3 +99,12 @@ def test_more_layers_than_there_are_is_refused() -> None:
         TrainStep(config, make_drafter(config), make_ends(), "cpu")
     with pytest.raises(ConfigError, match="at least 0"):
         StepConfig(recompute_mlps=-1)
+
+
+def test_what_only_the_compiler_can_do_is_refused_without_it_and_noted_on_a_cpu() -> None:
+    config = replace(make_config(), step=StepConfig(recompute="elementwise"))
+    assert not config.compile
+    with pytest.raises(ConfigError, match="compile=true"):
+        check_options(config, make_drafter(config), torch.device("cuda:0"))
+    check_options(config, make_drafter(config), torch.device("cpu"))
+    assert any("step.recompute=elementwise" in note for note in cpu_notes(config))
