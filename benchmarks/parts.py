@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-STATES = ("ok", "FAILED", "cut short", "skipped")
 
 
 class OutOfTime(Exception):
@@ -49,6 +48,7 @@ class Found:
 
     name: str
     state: str = "running"
+    """Then `ok`, `FAILED`, `cut short` or `skipped`."""
     seconds: float = 0.0
     checks: dict[str, bool] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)

@@ -29,10 +29,6 @@ class Finding:
     evidence: Evidence
     verdict: Diagnosis | NoMatch
 
-    @property
-    def incident_name(self) -> str | None:
-        return self.verdict.incident.name if isinstance(self.verdict, Diagnosis) else None
-
 
 def find(target: Target, remote: Remote, run_id: str) -> Finding:
     """Ask the target; a target that cannot be asked is evidence too. A wrong run id is the operator's error."""

@@ -63,12 +63,6 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
             initialise(drafter, Path(config.drafter.init_from), first.layer_ids)
         return TrainStep(config, drafter, ends, topology.drafter[rank])
 
-    counts: list[torch_setup.CompileCounts] = []
-
-    def opened() -> None:
-        torch_setup.forbid_compilation()
-        counts.append(torch_setup.compile_counts())
-
     def target(rank: int) -> TargetModel:
         loaded = targets[topology.target[rank]]
         return loaded if config.loss.labels == "tokens" else WithFinalStates(loaded)
@@ -84,8 +78,8 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
             tell=tell if rank == 0 else quiet,
         ),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
-        on_gate_open=opened,
-        check_steady=lambda: torch_setup.check_nothing_compiled(counts[-1]),
+        on_gate_open=torch_setup.forbid_compilation,
+        check_steady=torch_setup.check_nothing_compiled,
         warm_target=(lambda made: cast("Target | WithFinalStates", made).warm_up()) if config.target.compile else None,
     )
 

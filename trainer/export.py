@@ -26,7 +26,6 @@ from trainer.model.drafter import Drafter, DrafterShape
 from trainer.model.mask import attend_sdpa
 
 Format = Literal["zlab", "speculators"]
-FORMATS: tuple[Format, ...] = ("zlab", "speculators")
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 

@@ -166,11 +166,7 @@ def parse_table(text: str, uuids: dict[int | None, str]) -> tuple[str, list[GpuP
         return TABLE_UNREAD, []
     rows: list[GpuProcess] = []
     for line in body.splitlines():
-        # GPU, instance ids (newer drivers), pid, type (C, G, M, C+G), name, memory
-        match = re.match(
-            r"\|\s+(\d{1,5})\s+(?:\S+\s+\S+\s+)?(\d{1,10})\s+[CGM+]+\s+(.*?)\s+(\S+)\s*\|\s*$", line, re.ASCII
-        )
-        if match:
+        if match := TABLE_ROW.match(line):
             index, pid, name, memory = match.groups()
             rows.append(GpuProcess(uuids.get(int(index)), int(pid), name, "table", parse_number(memory)))
     if rows:

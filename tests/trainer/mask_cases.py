@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 
 from trainer.model.block_tables import ContextSpans, MaskLayout
 
-Batch = dict[str, torch.Tensor]
-
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[MaskLayout, dict[str, torch.Tensor]]:
