@@ -2,7 +2,7 @@
 
 from trainer.checkpoint import CheckpointError
 from trainer.config import ConfigError
-from trainer.data.sources import DataError
+from trainer.data.documents import DataError
 from trainer.export import ExportError
 from trainer.model.target_models import TargetError
 from trainer.torch_setup import TorchUnfitError

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from trainer.config import DataConfig
 from trainer.data.batch import PackedBatch
-from trainer.data.sources import DataError, RawDocument, TextFiles, digest, heldout_numbers, open_source, stdlib_files
+from trainer.data.documents import DataError, RawDocument, digest
+from trainer.data.sources import TextFiles, heldout_numbers, open_source, stdlib_files
 from trainer.data.stream import BatchStream
 
 

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from trainer.config import DataConfig
+from trainer.data.documents import BadDocument, DataError
 from trainer.data.encode import encode
 from trainer.data.rows import JsonLines, Table, row_document
-from trainer.data.sources import BadDocument, DataError, open_source
+from trainer.data.sources import open_source
 from trainer.data.stream import BatchStream
 from trainer.model.target_models import TINY
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from small_run import events, small_flags
 
 from trainer.config import ConfigError, DataConfig
+from trainer.data.documents import BadDocument, DataError
 from trainer.data.order import Corpus
-from trainer.data.sources import BadDocument, DataError
 from trainer.data.stream import BatchStream, open_corpus
 from trainer.data.streaming import Streamed, open_streamed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.sources import BadDocument, RawDocument
+from trainer.data.documents import BadDocument, RawDocument
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer.data.sources import DocumentSource, RawDocument, heldout_numbers
+from trainer.data.documents import DocumentSource, RawDocument
+from trainer.data.sources import heldout_numbers
 
 
 class Corpus(Protocol):

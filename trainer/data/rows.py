@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data.sources import BadDocument, DataError, RawDocument, digest
+from trainer.data.documents import BadDocument, DataError, RawDocument, digest
 
 TOKENS = 2**31
 """No vocabulary has as many rows."""

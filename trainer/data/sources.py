@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library's source, text files, and later conversation files.
+"""Where documents come from: the standard library's source, text files, or the rows of `trainer.data.rows`.
 
 A source is a list of documents that can be read by number, so that an epoch's order is a permutation
 and a position in it is one integer. Text is read when it is needed; nothing is held for the whole run.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from trainer.config import HUB_NAME, ConfigError
+from trainer.data.documents import BadDocument, DataError, DocumentSource, RawDocument, digest
+from trainer.data.rows import JsonLines, Table
 
 SUFFIXES = {
     "text": (".txt", ".md", ".rst", ".py", ".text"),
@@ -22,55 +22,6 @@ SUFFIXES = {
     "parquet": (".parquet",),
 }
 """File suffixes by data.format."""
-
-
-class DataError(ValueError):
-    """Data that cannot be trained on; the message says what, why and what to do."""
-
-
-class BadDocument(Exception):  # it says what the document is
-    """One document cannot be used; counted and left out, or fatal with data.strict."""
-
-    def __init__(self, where: str, reason: str, *, detail: str = "") -> None:
-        """`reason` is what is counted; `detail` belongs to this one document."""
-        super().__init__(f"{where}: {reason}: {detail}" if detail else f"{where}: {reason}")
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class RawDocument:
-    """One document before tokenisation: text, or a conversation, or tokens."""
-
-    name: str
-    """Where it came from, for messages: a file, or file:line."""
-    text: str | None = None
-    messages: list[dict[str, str]] | None = None
-    input_ids: list[int] | None = None
-    loss_mask: list[bool] | None = None
-
-
-class DocumentSource(Protocol):
-    """Documents by number. `name` is stable across runs: it decides who is held out."""
-
-    def __len__(self) -> int: ...
-
-    def name(self, number: int) -> str: ...
-
-    def read(self, number: int) -> RawDocument:
-        """The document. Raises BadDocument when it cannot be used."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Changes when documents come, go, move or change their length: a cursor means nothing then."""
-        ...
-
-
-def digest(parts: Iterable[object]) -> str:
-    """A short hash of what a source consists of."""
-    found = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        found.update(f"{part}\n".encode())
-    return found.hexdigest()
 
 
 def stdlib_files(*, include_tests: bool = False) -> list[Path]:
@@ -132,8 +83,6 @@ def open_source(source: str, format: str) -> DocumentSource:
     if form == "text":
         documents = TextFiles(files, root)
     else:
-        from trainer.data.rows import JsonLines, Table  # they need this module
-
         documents = JsonLines(files, root) if form == "jsonl" else Table(files, root, form)
     if len(documents) == 0:
         raise DataError(f"data.source {source!r} holds no documents: {len(files)} {form} files, all empty")

@@ -14,10 +14,11 @@ from typing import Any
 
 from trainer.config import DataConfig
 from trainer.data.batch import PackedBatch
+from trainer.data.documents import BadDocument, DataError, DocumentSource
 from trainer.data.encode import encode
 from trainer.data.order import Corpus, Permuted, seed_for
 from trainer.data.packing import Document, first_fit, pack
-from trainer.data.sources import BadDocument, DataError, DocumentSource, open_source
+from trainer.data.sources import open_source
 
 POOL_PIECES = 128
 CANDIDATES = 16

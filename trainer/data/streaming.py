@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import DataConfig
+from trainer.data.documents import DataError, RawDocument, digest
 from trainer.data.order import permutation, seed_for
 from trainer.data.rows import line_document, row_document
-from trainer.data.sources import DataError, RawDocument, digest, find_files, heldout_of
+from trainer.data.sources import find_files, heldout_of
 
 ROW_BITS = 40
 """A document's number is file << ROW_BITS | row; rows count from 0."""
