@@ -18,8 +18,9 @@ from trainer.export import initialise
 from trainer.memory import check_memory, free_memory
 from trainer.model.attention import SdpaAttention, layer_layouts
 from trainer.model.drafter import Attend, Drafter, DrafterShape
+from trainer.model.target_loading import load_target
 from trainer.model.target_models import weigh
-from trainer.model.targets import Target, WithFinalStates, load_target
+from trainer.model.targets import Target, WithFinalStates
 from trainer.parts import Evaluate, Evaluation, Parts, TargetModel
 from trainer.step import TargetEnds, TrainStep
 

@@ -14,7 +14,7 @@ from trainer.config import ConfigError, TrainConfig, from_dict
 from trainer.export import Format, export
 from trainer.export_forms import Provenance
 from trainer.foreseen import FORESEEN
-from trainer.model.targets import load_target
+from trainer.model.target_loading import load_target
 from trainer.topology import default_topology, probe_hardware
 from trainer.torch_setup import configure_process, thread_rules
 

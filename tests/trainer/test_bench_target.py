@@ -16,8 +16,9 @@ from trainer.bench import cli
 from trainer.bench.measure import BenchError
 from trainer.bench.target import PlainForward, compare, equal_documents, forward_flops
 from trainer.config import TargetConfig
+from trainer.model.target_loading import load_target
 from trainer.model.target_models import SHAPES, random_model
-from trainer.model.targets import Target, load_target
+from trainer.model.targets import Target
 
 
 @pytest.fixture(scope="module")

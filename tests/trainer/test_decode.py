@@ -17,7 +17,8 @@ from trainer.model.anchors import anchor_generator, labels_and_weights, sample_a
 from trainer.model.drafter import Drafter
 from trainer.model.loss import block_loss
 from trainer.model.mask import attend_sdpa
-from trainer.model.targets import Target, load_target
+from trainer.model.target_loading import load_target
+from trainer.model.targets import Target
 
 BLOCK = 5
 PROMPT = "import os\n\n\ndef main(argv):\n    for name in argv:\n"

@@ -9,7 +9,8 @@ from trainer.config import DataConfig, DrafterConfig, TargetConfig
 from trainer.data.packing import Document
 from trainer.evaluate import acceptance, evaluation_rows, even_anchors
 from trainer.model.drafter import Drafter
-from trainer.model.targets import Target, load_target
+from trainer.model.target_loading import load_target
+from trainer.model.targets import Target
 
 BLOCK = 4
 DATA = DataConfig(token_budget=64, block_slots=8, max_documents=4, max_document_tokens=32)

@@ -10,7 +10,7 @@ from small_run import events, run_small, small_config
 
 from trainer.config import TargetConfig
 from trainer.decode import greedy_decode
-from trainer.model.targets import load_target
+from trainer.model.target_loading import load_target
 
 
 def test_a_run_learns_one_text_by_heart(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from trainer.memory import needs
 from trainer.model import target_fp8
 from trainer.model.fp8 import Scaled, quantise_rows
 from trainer.model.target_fp8 import Fp8Linear, eight_bit_parameters, eligible, hold_in_8_bits
+from trainer.model.target_loading import load_target
 from trainer.model.target_models import decoder_layers, random_model, weigh
-from trainer.model.targets import Target, load_target
+from trainer.model.targets import Target
 from trainer.model.tokenwise import Tokenwise
 
 

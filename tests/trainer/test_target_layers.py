@@ -23,8 +23,9 @@ from trainer import torch_setup
 from trainer.config import ConfigError, TargetConfig
 from trainer.data.batch import PackedBatch
 from trainer.data.packing import pack
+from trainer.model.target_loading import load_target
 from trainer.model.target_models import TINY, TargetError
-from trainer.model.targets import Target, load_target
+from trainer.model.targets import Target
 
 TOKENS = 400
 

@@ -13,9 +13,10 @@ import torch
 from trainer.config import DrafterConfig, TargetConfig
 from trainer.data.packing import Document, pack
 from trainer.model.target_layers import TrunkLayer
+from trainer.model.target_loading import load_target, target_layer_ids
 from trainer.model.target_models import TINY, TargetError
 from trainer.model.target_packing import packing_leak
-from trainer.model.targets import Target, WithFinalStates, load_target, target_layer_ids
+from trainer.model.targets import Target, WithFinalStates
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,9 @@ from trainer.bench.drafter import Kinds, kernel_parts
 from trainer.bench.measure import BenchError, Timing, time_alternately
 from trainer.config import TargetConfig
 from trainer.data.batch import PackedBatch
+from trainer.model.target_loading import load_target
 from trainer.model.target_models import text_body
-from trainer.model.targets import Target, load_target
+from trainer.model.targets import Target
 
 TOKENS = {"27b": 8192, "8b": 8192, "tiny": 1024}
 """Tokens of one row where none are asked for."""

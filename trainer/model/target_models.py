@@ -181,6 +181,11 @@ def text_body(model: Any) -> Any:
     return getattr(body, "language_model", body)
 
 
+def is_hybrid(model: Any) -> bool:
+    """Whether some layers carry a recurrent state (GatedDeltaNet) instead of attending."""
+    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
 def decoder_layers(model: Any) -> list[nn.Module]:
     """The text body's decoder layers in order. Raises TargetError."""
     layers = getattr(text_body(model), "layers", None)

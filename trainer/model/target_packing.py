@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import torch
 
 from trainer.config import TargetConfig
 from trainer.model.target_layers import TakenApart, TrunkLayer, unknown_layer
-from trainer.model.target_models import TargetError, capture_outputs, decoder_layers, make_body
-
-if TYPE_CHECKING:
-    from trainer.model.targets import Target
-
-
-def is_hybrid(model: Any) -> bool:
-    """Whether some layers carry a recurrent state (GatedDeltaNet) instead of attending."""
-    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+from trainer.model.target_models import TargetError, capture_outputs, decoder_layers, is_hybrid, make_body
+from trainer.model.targets import Target
 
 
 def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "documents"]:

@@ -13,7 +13,8 @@ from trainer import torch_setup
 from trainer.config import TargetConfig
 from trainer.data.batch import PackedBatch
 from trainer.data.packing import pack
-from trainer.model.targets import Target, load_target
+from trainer.model.target_loading import load_target
+from trainer.model.targets import Target
 
 TOKENS = 512
 ROUNDING = 5e-2
