@@ -72,7 +72,7 @@ def measure(delay_ms: float, rounds: int, trainer: str) -> Result:
         sandbox.box(address=net.host_address) as box,
         tempfile.TemporaryDirectory(prefix="dflash-bench-") as home,
     ):
-        laptop = FarLaptop(box, Path(home), "bench", place=net.laptop)
+        laptop = FarLaptop(Path(home), box, "bench", place=net.laptop)
         (laptop.real_trainer if trainer == "real" else laptop.standin_trainer)()
         steps = "run.max_steps=100000" if trainer == "real" else "standin.steps=1000000"
         launch = ("deploy", "launch", "--variant", "sdpa", "--set", steps)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from dflash_ops.hosts import load
 from dflash_ops.remote import Place, Remote
 from dflash_ops.settings import Target
 from dflash_ops.transport.local import LocalTransport
+from tests.checkout import Operator
 from tests.ops import standin
-from tests.waiting import PATIENCE_S, wait_until
+from tests.waiting import wait_until
 
-REPOSITORY = Path(__file__).parents[2]
 HOSTS = """\
 default: local
 targets:
@@ -43,22 +42,16 @@ targets:
 
 
 @dataclass
-class Lab:
-    """One checkout and its target."""
+class Lab(Operator):
+    """An operator whose one target is this machine."""
 
-    checkout: Path
-    root: Path
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    extra: dict[str, str] = field(default_factory=dict)
-    """More environment for `fab`."""
+    @property
+    def root(self) -> Path:
+        return self.home / "root"
 
     @property
     def layout(self) -> Layout:
         return Layout(self.root, self.root)
-
-    @property
-    def hosts_file(self) -> Path:
-        return self.checkout / "hosts.yaml"
 
     @property
     def target(self) -> Target:
@@ -67,40 +60,6 @@ class Lab:
     @property
     def remote(self) -> Remote:
         return Remote(LocalTransport(), Place(sys.executable, str(self.root), str(self.root)))
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"PATH": os.environ["PATH"], "HOME": str(self.checkout), "LAPTOP_SECRET": "leak", **self.extra}
-
-    def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "fabric", *words]
-
-    def fab(self, *words: str, timeout: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-        """Run `fab` to its end, as an operator would in the checkout."""
-        return subprocess.run(
-            self.command(*words),
-            cwd=self.checkout,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-
-    def start_fab(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start `fab` in a session of its own, so that a test can send it what a terminal would."""
-        process_ = subprocess.Popen(
-            self.command(*words),
-            cwd=self.checkout,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.started.append(process_)
-        return process_
 
     def status(self, *words: str) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(self.fab("status", "--json", *words).stdout)
@@ -142,13 +101,7 @@ class Lab:
 
     def end_everything(self) -> None:
         """End what the test left running, each process by the identity in its record."""
-        for process_ in self.started:
-            if process_.poll() is None:
-                process_.kill()
-            process_.wait()
-            for pipe in (process_.stdout, process_.stderr):
-                if pipe is not None:
-                    pipe.close()
+        self.end_started()
         for directory in runs.directories(self.layout):
             record = runs.read_run(directory)
             for identity in (record.supervisor, record.trainer) if record else ():
@@ -166,11 +119,7 @@ class Lab:
 def lab() -> Iterator[Lab]:
     """Started with nohup: the quickest launcher. Tests of tmux write hosts.yaml anew."""
     base = Path(tempfile.mkdtemp(prefix="dflash-"))  # short: a tmux socket must fit into 100 bytes
-    made = Lab(checkout=base / "checkout", root=base / "root")
-    made.checkout.mkdir()
-    for name in ("fabfile.py", "fabric.yaml"):
-        shutil.copy(REPOSITORY / name, made.checkout / name)
-    (made.checkout / "dflash_ops").symlink_to(REPOSITORY / "dflash_ops")
+    made = Lab(base)
     standin.write(made.checkout)
     made.write_hosts()
     try:

@@ -66,8 +66,8 @@ class Drill:
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
-        laptop = shell(tools(lab.checkout.parent / "tools"), lab.checkout, lab.environment)
-        here = shell("/usr/local/bin", lab.checkout.parent, {"HOME": str(lab.checkout)})
+        laptop = shell(tools(lab.home / "tools"), lab.checkout, lab.environment)
+        here = shell("/usr/local/bin", lab.home, {"HOME": str(lab.home)})
         self.places = Places(laptop, here, here)
         self.variables = {"NAME": "local", "VMID": "200", "ROOT": str(lab.root), "WORKSPACE": str(lab.root)}
         self.variables |= {"PYTHON": sys.executable, "RUN": ""}

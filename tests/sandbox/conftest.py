@@ -40,7 +40,7 @@ def box(shared_box: sandbox.Box) -> Iterator[sandbox.Box]:
 def laptop(box: sandbox.Box, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Laptop]:
     """An operator with the stand-in trainer in the checkout."""
     name = f"t{zlib.crc32(request.node.nodeid.encode()):08x}"  # short: a tmux socket's path must fit into 100 bytes
-    made = Laptop(box, tmp_path, name)
+    made = Laptop(tmp_path, box, name)
     made.standin_trainer()
     yield made
     made.end_everything()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,37 +16,27 @@ from dflash_ops.agent.layout import Layout
 from dflash_ops.agent.runs import RunStatus
 from dflash_ops.remote import Place, Remote
 from dflash_ops.settings import Target
+from tests.checkout import REPOSITORY, Operator
 from tests.ops import standin
-from tests.sandbox.box import Box, send
+from tests.sandbox.box import Box
 from tests.waiting import PATIENCE_S
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass
-class Laptop:
+class Laptop(Operator):
     """One operator with one target, `ct200`. Paths on the target are new for each test."""
 
     box: Box
-    home: Path
     name: str
     place: str = ""
     """A network namespace to run `fab` in; empty: this machine's own."""
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     remotes: list[Remote] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.checkout.mkdir(parents=True)
-        for name in ("fabfile.py", "fabric.yaml"):
-            shutil.copy(REPOSITORY / name, self.checkout / name)
-        (self.checkout / "dflash_ops").symlink_to(REPOSITORY / "dflash_ops")
+        super().__post_init__()
         self.known_hosts.write_text(self.box.sshd.known_hosts_line())
         (self.home / "ssh_config").touch()
         self.write_hosts()
-
-    @property
-    def checkout(self) -> Path:
-        return self.home / "checkout"
 
     @property
     def known_hosts(self) -> Path:
@@ -67,11 +55,7 @@ class Laptop:
 
     @property
     def target(self) -> Target:
-        return hosts.load(self.checkout / "hosts.yaml").targets["ct200"]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "LAPTOP_SECRET": "leak"}
+        return hosts.load(self.hosts_file).targets["ct200"]
 
     def standin_trainer(self) -> None:
         """A trainer without torch."""
@@ -108,7 +92,7 @@ class Laptop:
     def write_hosts(self, targets: dict[str, dict[str, Any]] | None = None, **changes: Any) -> None:
         """hosts.yaml with ct200 (changed as said), or with other targets altogether."""
         body = {"default": "ct200", "targets": targets or {"ct200": self.settings(**changes)}}
-        (self.checkout / "hosts.yaml").write_text(yaml.safe_dump(body))
+        self.hosts_file.write_text(yaml.safe_dump(body))
 
     def remote(self) -> Remote:
         """The target's agent, called from this process (and so from this network namespace)."""
@@ -118,38 +102,11 @@ class Laptop:
         return made
 
     def command(self, *words: str) -> list[str]:
-        return [*self.elsewhere, sys.executable, "-m", "fabric", *words]
+        return [*self.elsewhere, *super().command(*words)]
 
     @property
     def elsewhere(self) -> list[str]:
         return ["ip", "netns", "exec", self.place] if self.place else []
-
-    def fab(self, *words: str, timeout: float = PATIENCE_S, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """Run `fab` to its end."""
-        return subprocess.run(
-            self.command(*words),
-            cwd=self.checkout,
-            env=self.environment,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-
-    def start_fab(self, *words: str, **options: Any) -> subprocess.Popen[bytes]:
-        """Start `fab`, in a session of its own."""
-        process = subprocess.Popen(
-            self.command(*words),
-            cwd=self.checkout,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            **{"stderr": subprocess.STDOUT, **options},
-        )
-        self.started.append(process)
-        return process
 
     def status(self, remote: Remote) -> RunStatus:
         found = remote.call("status", messages.StatusRequest(), messages.Overview, deadline=PATIENCE_S).run
@@ -158,12 +115,7 @@ class Laptop:
 
     def end_everything(self) -> None:
         """End what the test started, here and in the container."""
-        for process in self.started:
-            if process.poll() is None:
-                send(process.pid, 9)
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        self.end_started()
         for remote in self.remotes:
             remote.transport.close()
         if self.box.container.running():

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout import REPOSITORY
 from tests.fixtures.fake_nvidia_smi import BUSY, IDLE, install
 from tests.sandbox.box import Box, descendants
-from tests.sandbox.laptop import REPOSITORY, Laptop
+from tests.sandbox.laptop import Laptop
 from tests.sandbox.test_tail import start_run
 from tests.waiting import wait_until
 

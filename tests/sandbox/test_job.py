@@ -19,7 +19,7 @@ QUICK = ("run.eval_every=2", "run.checkpoint_every=2", "run.log_every=1", "run.t
 
 
 def test_deploy_launch_follow_status_stop_rollback(box: Box, tmp_path: Path) -> None:
-    laptop = Laptop(box, tmp_path, "job")
+    laptop = Laptop(tmp_path, box, "job")
     laptop.real_trainer()
     laptop.write_hosts(launcher="tmux", train={word.split("=")[0]: _value(word) for word in QUICK})
     try:

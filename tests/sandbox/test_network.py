@@ -35,7 +35,7 @@ def far(box: Box, tmp_path: Path) -> Iterator[tuple[Laptop, Network]]:
         sshd = Sshd(tmp_path / "ssh", address=net.host_address)
         sshd.create()
         sshd.start()
-        laptop = Laptop(dataclasses.replace(box, sshd=sshd), tmp_path, "far", place=net.laptop)
+        laptop = Laptop(tmp_path, dataclasses.replace(box, sshd=sshd), "far", place=net.laptop)
         laptop.standin_trainer()
         try:
             yield laptop, net

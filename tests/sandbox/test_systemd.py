@@ -41,7 +41,7 @@ def container(shared_box: Box) -> Iterator[Container]:
 
 @pytest.fixture
 def laptop(box: Box, container: Container, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Laptop]:
-    made = Laptop(box, tmp_path, f"u{zlib.crc32(request.node.nodeid.encode()):08x}")
+    made = Laptop(tmp_path, box, f"u{zlib.crc32(request.node.nodeid.encode()):08x}")
     made.standin_trainer()
     made.write_hosts(vmid=201, launcher="systemd")
     yield made

@@ -110,7 +110,7 @@ def _peak_kib(pid: int) -> int:
 class TestLeaving:
     def test_ctrl_c_leaves_the_run_alone_and_nothing_behind(self, laptop: Laptop) -> None:
         remote, _ = start_run(laptop, "standin.steps=1000000", "standin.interval=0.1")
-        follower = laptop.start_fab("tail-log")
+        follower = laptop.start_fab("tail-log", stderr=subprocess.STDOUT)
         wait_until(lambda: laptop.box.container.pids("follow"), "the follower runs")
         follower.send_signal(signal.SIGINT)
         assert follower.wait(PATIENCE_S) == 130
