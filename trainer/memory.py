@@ -16,25 +16,13 @@ from dataclasses import dataclass
 from trainer.collectives import PIECE, choose
 from trainer.config import ConfigError, TrainConfig
 from trainer.data.reuse import ReusePlan
+from trainer.model.target_models import TargetFacts
 
 CONTEXT_BYTES = 1_000_000_000
 """One CUDA context with its libraries' workspaces."""
 NCCL_BYTES = 600_000_000
 """32 channels, both directions, 4 MiB a buffer and the smaller protocols' beside it: NCCL's defaults, not measured."""
 GB = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFacts:
-    """What the estimate needs to know of the target."""
-
-    parameters: int
-    hidden_size: int
-    vocab_size: int
-    features: int
-    """K."""
-    eight_bit_parameters: int = 0
-    """Of `parameters`, those that take one byte each, with target.fp8."""
 
 
 @dataclass(frozen=True, slots=True)

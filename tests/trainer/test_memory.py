@@ -10,8 +10,8 @@ import torch
 from benchmarks.saved_tensors import saved_tensors
 from trainer.bench.shapes import SHAPES, bench_config
 from trainer.config import ConfigError, DataConfig, StepConfig, TargetConfig, TopologyConfig, TrainConfig
-from trainer.memory import TargetFacts, check_memory, drafter_parameters, kept_for_backward, needs
-from trainer.model.target_models import weigh
+from trainer.memory import check_memory, drafter_parameters, kept_for_backward, needs
+from trainer.model.target_models import TargetFacts, weigh
 
 FACTS_27B = TargetFacts(parameters=26_900_000_000, hidden_size=5120, vocab_size=248320, features=5)
 H200 = 140_000_000_000

@@ -20,8 +20,9 @@ from small_run import events, run_small, small_config, small_parts
 from trainer.checkpoint import CheckpointStore
 from trainer.config import ConfigError, DataConfig, override, to_dict
 from trainer.data.reuse import ReusePlan
-from trainer.memory import TargetFacts, needs
+from trainer.memory import needs
 from trainer.model.anchors import valid_anchors
+from trainer.model.target_models import TargetFacts
 from trainer.resume import compare_config
 
 plans = st.builds(ReusePlan, times=st.integers(1, 6), spacing=st.integers(1, 4))

@@ -17,7 +17,8 @@ from dflash_ops.launch import target_overrides
 from trainer import collectives
 from trainer.collectives import choose
 from trainer.config import ConfigError, TrainConfig
-from trainer.memory import TargetFacts, check_memory, needs
+from trainer.memory import check_memory, needs
+from trainer.model.target_models import TargetFacts
 from trainer.topology import Hardware, default_topology
 from trainer.variants import config_for
 

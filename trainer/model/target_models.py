@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from torch import nn
 
 from trainer.config import HUB_NAME, TargetConfig
-from trainer.memory import TargetFacts
 from trainer.model.document_attention import register
 from trainer.model.kernels import slow_kernel_reason
 from trainer.model.target_fp8 import eight_bit_parameters
@@ -64,6 +64,19 @@ DENSE_ROPE_THETA = 1e6
 
 class TargetError(ValueError):
     """A target that cannot be used; the message says what, why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """Sizes of a target, known before anything is loaded."""
+
+    parameters: int
+    hidden_size: int
+    vocab_size: int
+    features: int
+    """K, the captured layers."""
+    eight_bit_parameters: int = 0
+    """Of `parameters`, those that take one byte each, with target.fp8."""
 
 
 class Captured(threading.local):
