@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.trainer.small_step import make_batch, make_config, make_drafter, make_ends
 from tests.trainer.test_loss import case, teacher_case
-from tests.trainer.test_step import make_batch, make_config, make_drafter, make_ends
 from trainer.config import ConfigError, StepConfig, TrainConfig, to_dict
 from trainer.graphs import compiled
 from trainer.model import fp8

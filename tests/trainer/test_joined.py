@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tests.trainer.small_step import make_batch, make_config, make_drafter, make_ends
 from tests.trainer.test_drafter import shape_of
-from tests.trainer.test_step import make_batch, make_config, make_drafter, make_ends
 from trainer.model.drafter import Drafter
 from trainer.optim import FlatLayout, flatten_parameters
 from trainer.step import TrainStep

@@ -14,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from tests.trainer.small_step import make_batch, make_config, make_drafter, make_ends
 from tests.trainer.test_joined import attend
-from tests.trainer.test_step import make_batch, make_config, make_drafter, make_ends
 from trainer.config import ConfigError, StepConfig
 from trainer.graphs import recomputing
 from trainer.step import TrainStep, drafter_forward

@@ -12,128 +12,27 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import (
-    DataConfig,
-    DrafterConfig,
-    LossConfig,
-    OptimConfig,
-    RunConfig,
-    TargetConfig,
-    TrainConfig,
+from tests.trainer.small_step import (
+    FEATURES,
+    HIDDEN,
+    VOCAB,
+    make_batch,
+    make_config,
+    make_drafter,
+    make_step,
+    plain_sums,
 )
-from trainer.data.batch import HiddenBatch, PackedBatch
+from tests.trainer.test_optim import lr_lambda
+from trainer.config import TrainConfig
+from trainer.data.batch import HiddenBatch
 from trainer.inputs import ROW
-from trainer.model.anchors import anchor_generator, labels_and_weights, sample_anchors
-from trainer.model.drafter import Drafter, DrafterShape
-from trainer.model.loss import accept_lengths, reference_block_loss
-from trainer.model.mask import attend_dense, dense_mask
-from trainer.step import TargetEnds, TrainStep
-
-HIDDEN, VOCAB, FEATURES = 32, 61, 2
-
-
-def make_config(**optim: float) -> TrainConfig:
-    return TrainConfig(
-        variant="sdpa",
-        attention="sdpa",
-        compile=False,
-        target=TargetConfig(dtype="float32", num_features=FEATURES),
-        drafter=DrafterConfig(
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            intermediate_size=48,
-            block_size=4,
-            sliding_window=9,
-            sliding_layers=(1,),
-        ),
-        data=DataConfig(token_budget=64, block_slots=12, max_documents=4, max_document_tokens=32),
-        loss=LossConfig(chunk_rows=16),
-        optim=OptimConfig(**({"lr": 1e-2} | optim)),
-        run=RunConfig(max_steps=40),
-    )
-
-
-def make_drafter(config: TrainConfig) -> Drafter:
-    shape = DrafterShape(
-        hidden_size=HIDDEN, vocab_size=VOCAB, num_features=FEATURES, rope_theta=1e4, config=config.drafter
-    )
-    return Drafter(shape)
-
-
-def make_ends() -> TargetEnds:
-    generator = torch.Generator().manual_seed(3)
-    return TargetEnds(*(torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3 for _ in range(2)), VOCAB - 1)
-
-
-def make_batch(config: TrainConfig, index: int, supervised: bool = True) -> HiddenBatch:
-    generator = torch.Generator().manual_seed(100 + index)
-    tokens = config.data.token_budget
-    lengths = [20 + index % 5, 11, 17]
-    used = sum(lengths)
-    doc_ids = torch.full((tokens,), -1, dtype=torch.int32)
-    positions = torch.zeros(tokens, dtype=torch.int64)
-    bounds = [0]
-    for document, length in enumerate(lengths):
-        doc_ids[bounds[-1] : bounds[-1] + length] = document
-        positions[bounds[-1] : bounds[-1] + length] = torch.arange(length)
-        bounds.append(bounds[-1] + length)
-    loss_mask = (torch.rand(tokens, generator=generator) < 0.8) & (doc_ids >= 0) & supervised
-    anchors, keep = sample_anchors(loss_mask, doc_ids, config.data.block_slots, anchor_generator(0, index))
-    cu_seqlens = torch.tensor(bounds + [bounds[-1]] * (config.data.max_documents + 1 - len(bounds)), dtype=torch.int32)
-    packed = PackedBatch(
-        index=index,
-        cursor={},
-        input_ids_T=torch.randint(0, VOCAB - 1, (tokens,), generator=generator),
-        positions_T=positions,
-        doc_ids_T=doc_ids,
-        loss_mask_T=loss_mask,
-        cu_seqlens_D1=cu_seqlens,
-        anchors_N=anchors,
-        keep_N=keep,
-        documents=3,
-        tokens=used,
-    )
-    return HiddenBatch(packed=packed, hidden_TKH=torch.randn(tokens, FEATURES * HIDDEN, generator=generator))
-
-
-def make_step(config: TrainConfig) -> TrainStep:
-    return TrainStep(config, make_drafter(config), make_ends(), "cpu")
-
-
-def plain_sums(config: TrainConfig, drafter: nn.Module, batch: HiddenBatch):
-    """(numerator, denominator, correct, counted, accept_sum, blocks) by the oracle mask and the plain loss."""
-    packed, ends, block = batch.packed, make_ends(), config.drafter.block_size
-    ids, labels, weights, positions = labels_and_weights(
-        packed.input_ids_T,
-        packed.positions_T,
-        packed.doc_ids_T,
-        packed.loss_mask_T,
-        packed.anchors_N,
-        packed.keep_N,
-        block_size=block,
-        mask_token_id=ends.mask_token_id,
-    )
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        window = config.drafter.sliding_window if layer in config.drafter.sliding_layers else None
-        return attend_dense(q, k, v, dense_mask(packed.anchors_N, packed.keep_N, packed.doc_ids_T, block, window))
-
-    embeds = ends.embed_VH[ids.flatten()]
-    states = drafter(batch.hidden_TKH, packed.positions_T, embeds, positions.flatten(), attend)
-    sums = reference_block_loss(states, ends.head_VH, labels.flatten(), weights.flatten())
-    counted = (weights > 0).any(1)
-    lengths = accept_lengths(sums.hits_Q, weights.flatten(), block)
-    return sums.numerator, sums.denominator, sums.correct, sums.counted, (lengths * counted).sum(), counted.sum()
+from trainer.step import TrainStep
 
 
 def test_twenty_steps_equal_the_plain_loop() -> None:
     config = make_config(weight_decay=0.05, warmup_ratio=0.1)
     step, plain = make_step(config), make_drafter(config)
     peer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.05)
-    from tests.trainer.test_optim import lr_lambda
-
     rates = torch.optim.lr_scheduler.LambdaLR(peer, lr_lambda(config.optim, 40))
     for index in range(20):
         batch = make_batch(config, index)
@@ -142,17 +41,20 @@ def test_twenty_steps_equal_the_plain_loop() -> None:
         step.apply()
         got = step.metrics()
 
-        numerator, denominator, correct, counted, accept_sum, blocks = plain_sums(config, plain, batch)
+        sums, labelled = plain_sums(config, plain, batch)
         peer.zero_grad()
-        (numerator / denominator).backward()
+        loss = sums.numerator / sums.denominator
+        loss.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), config.optim.clip)
         assert got.lr == pytest.approx(rates.get_last_lr()[0], rel=1e-6)
         peer.step()
         rates.step()
-        assert got.loss == pytest.approx((numerator / denominator).item(), rel=1e-4)
+        assert got.loss == pytest.approx(loss.item(), rel=1e-4)
         assert got.grad_norm == pytest.approx(norm.item(), rel=1e-3)
-        assert got.accuracy == pytest.approx((correct / counted).item())
-        assert got.accept_len == pytest.approx((accept_sum / blocks).item())
+        assert got.accuracy == pytest.approx((sums.correct / sums.counted).item())
+        runs = (sums.hits_Q.view_as(labelled) & labelled).long().cumprod(1).sum(1)  # hits before the first miss
+        used = labelled.any(1)
+        assert got.accept_len == pytest.approx((1.0 + runs[used].float()).mean().item())
         assert (got.step, got.tokens, got.updated) == (index + 1, batch.packed.tokens, True)
     for (name, mine), theirs in zip(step.weights().items(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.data, rtol=2e-3, atol=2e-4, msg=name)

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
 
 from tests.trainer.gpu import target_cases  # noqa: E402
-from tests.trainer.test_step import FEATURES, make_batch, make_config  # noqa: E402
+from tests.trainer.small_step import FEATURES, make_batch, make_config  # noqa: E402
 from trainer.collectives import How  # noqa: E402
 from trainer.config import StepConfig, TrainConfig  # noqa: E402
 from trainer.data.batch import HiddenBatch  # noqa: E402
