@@ -22,12 +22,10 @@ from typing import Any
 from benchmarks import facts
 from benchmarks.parts import OutOfTime, Part, Work, chosen, run_parts
 from benchmarks.runs import check_memory, run_to_end
-from benchmarks.setting import small_run, this_machine
+from benchmarks.setting import START_LIMIT_S, small_run, this_machine
 from tests.trainer.gpu.names import ON_CPU, OVER_DEVICES
 
 CASE_LIMIT_S = 150.0
-START_LIMIT_S = 240.0
-"""A start that takes longer has hung: cold ones took up to 117 s on one H200."""
 STEPS = 60
 """Optimizer steps of each measured start; memory is compared over the last two thirds of them."""
 

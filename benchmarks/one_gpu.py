@@ -25,11 +25,9 @@ from typing import Any
 
 from benchmarks.parts import ROOT, Part, Work, chosen, run_parts
 from benchmarks.runs import Event, TrainRun, check_memory, outcome, run_to_end
-from benchmarks.setting import small_run, this_machine
+from benchmarks.setting import START_LIMIT_S, small_run, this_machine
 from tests.trainer.gpu.names import ON_CPU, ON_ONE_DEVICE
 
-START_LIMIT_S = 240.0
-"""A start that takes longer has hung: cold ones took up to 117 s on one H200."""
 STOP_LIMIT_S = 30.0
 CASE_LIMIT_S = 240.0
 LOSS_PARITY = 0.01

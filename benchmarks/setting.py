@@ -10,6 +10,8 @@ from trainer import torch_setup
 from trainer.launch import versions
 from trainer.topology import probe_hardware
 
+START_LIMIT_S = 240.0
+"""A start that takes longer has hung: cold ones took up to 117 s on one H200."""
 SMALL = {
     "run.tensorboard": "false",
     "run.log_every": "1",
