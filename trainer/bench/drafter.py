@@ -122,8 +122,9 @@ Kinds = Sequence[tuple[str, tuple[str, ...]]]
 KINDS: Kinds = (
     ("gemm", ("gemm", "nvjet", "cutlass", "cublas", "sm90_xmma", "wgmma")),
     ("flex", ("flex", "flash")),
-    ("copies", ("memcpy", "memset", "copy")),
+    # Inductor names a fused kernel after its operations, casts ("to_copy") among them: it is no copy.
     ("triton", ("triton",)),
+    ("copies", ("memcpy", "memset", "copy")),
 )
 
 
