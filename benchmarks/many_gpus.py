@@ -16,13 +16,12 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks import facts
-from benchmarks.parts import OutOfTime, Part, Work, chosen, run_parts
+from benchmarks.parts import OutOfTime, Part, Work, budget, chosen, folder, run_parts
 from benchmarks.runs import check_memory, run_to_end
-from benchmarks.setting import START_LIMIT_S, small_run, this_machine
+from benchmarks.setting import START_LIMIT_S, devices_here, small_run, this_machine
 from tests.trainer.gpu.names import ON_CPU, OVER_DEVICES
 
 CASE_LIMIT_S = 150.0
@@ -197,15 +196,15 @@ def pipeline(work: Work, setting: Setting) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.many_gpus", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
-    parser.add_argument("--budget-s", type=float, default=570.0, help="seconds in all")
-    parser.add_argument("--devices", default="", help="as cuda:0,cuda:1 or cpu,cpu; default: every GPU")
+    parser.add_argument("--out", type=folder, required=True, help="a folder for the results")
+    parser.add_argument("--budget-s", type=budget, default=570.0, help="seconds in all")
+    parser.add_argument("--devices", type=devices_here, help="as cuda:0,cuda:1 or cpu,cpu; default: every GPU")
     parser.add_argument("--shape", choices=("27b", "8b", "tiny"), default="27b", help="of the stages and the pipeline")
     parser.add_argument("--starts", type=int, default=5, help="starts of `train`, the first with empty caches")
     parser.add_argument("--parts", default="", help="only these, comma-separated")
     options = parser.parse_args(argv)
     machine = this_machine()
-    devices = tuple(options.devices.split(",")) if options.devices else machine.devices
+    devices = options.devices or machine.devices
     if len(devices) < 2:
         raise SystemExit(f"it takes two devices or more, here are {', '.join(devices)}; give --devices, as cpu,cpu")
     setting = Setting(devices, options.shape, options.starts)

@@ -23,9 +23,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.parts import ROOT, Part, Work, chosen, run_parts
+from benchmarks.parts import ROOT, Part, Work, budget, chosen, folder, run_parts
 from benchmarks.runs import Event, TrainRun, check_memory, outcome, run_to_end
-from benchmarks.setting import START_LIMIT_S, small_run, this_machine
+from benchmarks.setting import START_LIMIT_S, device_here, small_run, this_machine
 from tests.trainer.gpu.names import ON_CPU, ON_ONE_DEVICE
 
 STOP_LIMIT_S = 30.0
@@ -268,9 +268,9 @@ def cold(work: Work, setting: Setting) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder for the results")
-    parser.add_argument("--budget-s", type=float, default=570.0, help="seconds in all")
-    parser.add_argument("--device", default="", help="cuda:0 where there is one, else cpu")
+    parser.add_argument("--out", type=folder, required=True, help="a folder for the results")
+    parser.add_argument("--budget-s", type=budget, default=570.0, help="seconds in all")
+    parser.add_argument("--device", type=device_here, help="cuda:0 where there is one, else cpu")
     parser.add_argument("--steps", type=int, default=1000, help="of the long run")
     parser.add_argument("--parity-steps", type=int, default=200)
     parser.add_argument("--starts", type=int, default=20, help="cold starts")

@@ -8,13 +8,16 @@ after every check and number.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -224,6 +227,26 @@ def plain(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(plain(item) for item in value)
     return str(value)
+
+
+def budget(text: str) -> float:
+    """Seconds on the command line: some, and an end. What it raises argparse tells as a usage error."""
+    value = float(text)
+    if not 0 < value < math.inf:  # NaN is neither
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text}")
+    return value
+
+
+def folder(text: str) -> Path:
+    """A folder on the command line, made where there is none; refused where results could not be written."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; choose a folder that can be written") from error
+    return path.absolute()
 
 
 def chosen(parts: Sequence[Part], names: str) -> list[Part]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import time
 from dataclasses import dataclass
@@ -65,3 +66,22 @@ def this_machine() -> Machine:
     torch_setup.set_environment()
     names = probe_hardware().gpus
     return Machine(tuple(f"cuda:{i}" for i in range(len(names))) or ("cpu",), names)
+
+
+def devices_here(text: str) -> tuple[str, ...]:
+    """Devices on the command line, separated by commas. What it raises argparse tells as a usage error."""
+    names = tuple(part.strip() for part in text.split(","))
+    here = {*this_machine().devices, "cpu"}
+    if missing := [name for name in names if name not in here]:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(missing)}: no such device here; there are {', '.join(sorted(here))}"
+        )
+    return names
+
+
+def device_here(text: str) -> str:
+    """One of them."""
+    names = devices_here(text)
+    if len(names) != 1:
+        raise argparse.ArgumentTypeError(f"takes one device, got {text}")
+    return names[0]

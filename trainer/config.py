@@ -24,6 +24,8 @@ LONGEST_WAIT_S = 366 * 86400.0
 
 SHUFFLE_WINDOW = 4096
 """Documents that are shuffled among each other where a corpus is streamed."""
+MOST_REUSE = 100
+"""Times that one batch may be trained on: anchors for each are drawn as it is packed, and its states are held."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """`owner/name`, as the Hugging Face hub writes it; a path may look the same, so ask the file system first."""
 
@@ -143,6 +145,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("token_budget", "block_slots", "max_documents", "max_document_tokens", "shuffle_window", "reuse"):
             _require(getattr(self, name) >= 1, f"data.{name} must be at least 1")
+        _require(self.reuse <= MOST_REUSE, f"data.reuse must be at most {MOST_REUSE}, got {self.reuse}")
         if self.streaming:
             what = "data.source=stdlib" if self.source == "stdlib" else f"data.format={self.format}"
             _require(

@@ -23,12 +23,11 @@ from trainer.config import ConfigError, TrainConfig, to_dict
 from trainer.events import End, Start
 from trainer.foreseen import FORESEEN
 from trainer.metrics import Metrics
-from trainer.pipeline import EXIT_DONE, EXIT_ERROR, Pipeline
+from trainer.pipeline import EXIT_CONFIG, EXIT_DONE, EXIT_ERROR, Pipeline
 from trainer.resume import choose_checkpoint
 from trainer.signals import StopSignals
 from trainer.topology import cpu_notes, probe_hardware
 
-EXIT_CONFIG = 2
 PACKAGES = ("transformers", "triton", "flash-linear-attention", "causal-conv1d")
 
 

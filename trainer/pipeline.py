@@ -30,7 +30,7 @@ from trainer.balance import stages_of
 from trainer.channel import Channel
 from trainer.checkpoint import CheckpointStore, Loaded, Progress, Snapshot
 from trainer.collectives import choose
-from trainer.config import TrainConfig, to_dict
+from trainer.config import ConfigError, TrainConfig, to_dict
 from trainer.data.batch import HiddenBatch, PackedBatch
 from trainer.data.reuse import ReusePlan
 from trainer.events import Capture, End, GateOpen, Warmup
@@ -51,6 +51,7 @@ from trainer.summary import SummaryKeeper
 
 EXIT_DONE = 0
 EXIT_ERROR = 1
+EXIT_CONFIG = 2
 TOLD = (Diverged, Drifted, DataEnded, Stalled, *FORESEEN)
 """Errors whose message says all; everything else is logged with its traceback."""
 LEAVE_S = 10.0
@@ -247,7 +248,10 @@ class Pipeline:
     def _finish(self, error: str | None) -> int:
         summary = self._keeper.summary
         reason = "error" if error else "stopped" if self._stop_reason else "done"
-        code = EXIT_ERROR if error else EXIT_DONE
+        cause = self.scope.error.cause if self.scope.error is not None else None
+        # Some settings are refused only where the drafter that they do not fit is built.
+        failed = EXIT_CONFIG if isinstance(cause, ConfigError) else EXIT_ERROR
+        code = failed if error else EXIT_DONE
         for line in summary.lines():
             self._metrics.say(line)
         self._metrics.emit(

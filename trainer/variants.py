@@ -17,6 +17,7 @@ from trainer.config import (
     TrainConfig,
     override,
 )
+from trainer.data.reuse import check_reuse
 from trainer.topology import Hardware, check_topology, default_topology
 
 Variant = Callable[[TrainConfig], TrainConfig]
@@ -101,4 +102,5 @@ def config_for(variant: str, overrides: Mapping[str, str], hardware: Hardware) -
     recipe = tiny_recipe(hardware) if path == "tiny" else full_recipe(hardware, path)
     config = override(VARIANTS[variant](recipe), dict(overrides))
     check_topology(config.topology, hardware)
+    check_reuse(config)
     return config

@@ -58,3 +58,48 @@ def test_a_peer_that_cannot_be_installed_is_a_clear_error(tmp_path, monkeypatch:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(PeerUnavailable, match="could not be installed"):
         install(tmp_path / "peer")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["drafter", "--repeats", "0"],
+        ["target", "--documents", "-1"],
+        ["target", "--tokens", "-5"],
+        ["threads", "--threads", "0"],
+        ["threads", "--steps", "-1"],
+        ["pipeline", "--steps", "0"],
+    ],
+)
+def test_a_count_below_one_is_a_usage_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen to fail with plain integers: --repeats 0 and --threads 0 ended in tracebacks, --steps 0 took the default."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["pipeline", "--targets", "bogus"], "'bogus' is no device"),
+        (["pipeline", "--targets", "cuda:99", "--drafters", "cuda:99"], "names cuda:99"),
+        (["pipeline", "--set", "data.reuse"], "takes KEY=VALUE"),
+        (["pipeline", "--set", "nope.key=1"], "unknown setting"),
+        (["drafter", "--recompute-mlps", "-1"], "step.recompute_mlps"),
+    ],
+)
+def test_what_cannot_be_configured_is_exit_2_and_a_sentence(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As everywhere in the command line. Seen to fail: the devices were tracebacks, and the others exit 1."""
+    assert cli.main(words) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it would run")
+@pytest.mark.parametrize("part", ["drafter", "threads"])
+def test_a_drafter_of_a_real_shape_is_not_begun_on_a_cpu(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen to fail before it was asked: it built billions of weights and was still at it after 100 s."""
+    assert cli.main([part, "--shape", "27b"]) == 1
+    assert "needs a CUDA device" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import many_gpus, one_gpu
 from benchmarks.facts import scrub
 from benchmarks.many_gpus import splits
 from benchmarks.parts import Part, Work, chosen, rows_of, run_parts
@@ -255,3 +257,28 @@ def test_one_device_is_not_several() -> None:
     )
     assert done.returncode == 1
     assert "it takes two devices or more" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--budget-s", "nan"], "above 0"),
+        (["--budget-s", "-1"], "above 0"),
+        (["--budget-s", "inf"], "above 0"),
+        (["--out", "FILE"], "choose a folder"),
+        (["--device", "bogus", "--devices", "bogus,cpu"], "no such device"),
+    ],
+)
+@pytest.mark.parametrize("measure", [one_gpu.main, many_gpus.main])
+def test_a_wrong_argument_is_told_before_anything_is_measured(
+    measure: Callable[[list[str]], int], words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen to fail: a file as --out was a traceback, NaN seconds had no end, and below none "measured" with exit 0."""
+    (tmp_path / "file").touch()
+    words = [str(tmp_path / "file") if word == "FILE" else word for word in words]
+    if "--device" in words:
+        words = words[:2] if measure is one_gpu.main else words[2:]
+    with pytest.raises(SystemExit) as ended:
+        measure(["--out", str(tmp_path / "out"), *words])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

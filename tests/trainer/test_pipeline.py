@@ -484,3 +484,12 @@ def test_every_variant_runs_on_cpu(variant: str, tmp_path: Path) -> None:
     code, _ = run_small(config, tmp_path)
     assert code == 0
     assert events(tmp_path, "end")[0]["reason"] == "done"
+
+
+def test_a_setting_that_only_the_built_drafter_can_refuse_is_exit_2_like_any_other(tmp_path: Path) -> None:
+    """Seen to fail with exit 1: a wrong setting then looked like a run that broke."""
+    code, _ = run_small(small_config({"step.recompute_mlps": "9"}), tmp_path)
+    assert code == 2
+    (end,) = events(tmp_path, "end")
+    assert end["exit_code"] == 2
+    assert "step.recompute_mlps is 9, but the drafter has 1 layers" in end["error"]

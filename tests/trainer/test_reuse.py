@@ -159,3 +159,20 @@ def test_a_checkpoint_from_before_the_setting_goes_on() -> None:
     saved = to_dict(small_config())
     del saved["data"]["reuse"], saved["data"]["reuse_reservoir"]
     assert compare_config(saved, small_config()) == []
+
+
+def test_a_reservoir_that_no_batch_comes_back_from_is_refused() -> None:
+    """Six places a drafter: batch 0 comes again at place 5 where four others lie between, and never where five do.
+
+    Seen to fail without `check_reuse`: such a run trained every batch once, and said nothing.
+    """
+    assert ReusePlan.of(small_config({"data.reuse": "2", "data.reuse_reservoir": "5"}).data).at(5) == (0, 1)
+    with pytest.raises(ConfigError, match="nothing would be reused"):
+        small_config({"data.reuse": "2", "data.reuse_reservoir": "6"})
+    small_config({"data.reuse": "2", "data.reuse_reservoir": "6", "optim.micro_steps": "2"})
+
+
+def test_so_many_times_that_packing_a_batch_would_not_end_are_refused() -> None:
+    """Seen to fail without the bound: anchors were drawn for all of the times before the first step."""
+    with pytest.raises(ConfigError, match=r"data\.reuse must be at most"):
+        small_config({"data.reuse": str(2**62)})

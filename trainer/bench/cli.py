@@ -1,4 +1,7 @@
-"""`python -m trainer bench drafter|target|pipeline|threads|peers --shape 27b|8b|tiny`: a line for each result."""
+"""`python -m trainer bench drafter|target|pipeline|threads|peers --shape 27b|8b|tiny`: a line for each result.
+
+Exit codes: 0 done; 1 what was asked cannot be measured here; 2 wrong arguments or settings.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,23 @@ if TYPE_CHECKING:
     import torch
 
 
+def positive(text: str) -> int:
+    """A count on the command line. Raises ValueError, which argparse tells as a usage error."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of `trainer bench`."""
-    made = argparse.ArgumentParser(prog="trainer bench", description=__doc__)
+    made = argparse.ArgumentParser(prog="trainer bench", description=(__doc__ or "").splitlines()[0])
     made.add_argument("part", choices=("drafter", "target", "pipeline", "threads", "peers"))
     made.add_argument(
         "--shape", choices=("27b", "8b", "tiny"), nargs="+", default=["tiny"], help="one, or several in one process"
     )
-    made.add_argument("--documents", type=int, nargs="+", default=[1, 4], help="documents in one packed row")
-    made.add_argument("--threads", type=int, nargs="+", default=[1, 4], help="drafter threads on one device")
+    made.add_argument("--documents", type=positive, nargs="+", default=[1, 4], help="documents in one packed row")
+    made.add_argument("--threads", type=positive, nargs="+", default=[1, 4], help="drafter threads on one device")
     made.add_argument(
         "--graphs", choices=("none", "step"), nargs="+", default=["none", "step"], help="kinds of CUDA graphs (threads)"
     )
@@ -36,9 +47,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", dest="settings", help="settings of the run (pipeline)"
     )
-    made.add_argument("--steps", type=int, help="steps of each thread (threads, 100) or of the run (pipeline, 30)")
-    made.add_argument("--repeats", type=int, default=12, help="timed steps or forwards (drafter, target, peers)")
-    made.add_argument("--tokens", type=int, help="tokens of one row (target); default: 8192, tiny 1024")
+    made.add_argument("--steps", type=positive, help="steps of each thread (threads, 100) or of the run (pipeline, 30)")
+    made.add_argument("--repeats", type=positive, default=12, help="timed steps or forwards (drafter, target, peers)")
+    made.add_argument("--tokens", type=positive, help="tokens of one row (target); default: 8192, tiny 1024")
     made.add_argument(
         "--packing",
         choices=("auto", "row", "documents"),
@@ -63,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from trainer.bench.measure import BenchError, matmul_ceiling
     from trainer.config import ConfigError
-    from trainer.model.target_models import TargetError
+    from trainer.foreseen import FORESEEN
 
     torch_setup.configure_process()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -86,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 gc.collect()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    except (BenchError, ConfigError, TargetError) as error:
+    except (BenchError, *FORESEEN) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -100,10 +111,22 @@ def _say(row: dict[str, Any], as_json: bool) -> None:
     print("  ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
 
 
+def _require_gpu(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Raises BenchError where a drafter of a real shape would train on a CPU, for hours."""
+    from trainer.bench.measure import BenchError
+
+    if device.type == "cpu" and arguments.shape != "tiny":
+        raise BenchError(
+            f"bench {arguments.part} --shape {arguments.shape} needs a CUDA device: one step takes minutes on a CPU; "
+            "use --shape tiny here"
+        )
+
+
 def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
     from trainer.bench.drafter import GRAPHS, bench_drafter
     from trainer.config import StepConfig
 
+    _require_gpu(arguments, device)
     kinds = GRAPHS if device.type == "cuda" else ("none",)
     for documents, graphs, fp8 in product(arguments.documents, kinds, (False, True)[: 1 + arguments.fp8]):
         with torch_setup.thread_rules("drafter", device):
@@ -141,7 +164,10 @@ def _target(arguments: argparse.Namespace, device: torch.device, ceiling: float)
 
 def _pipeline(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
     from trainer.bench.pipeline import STEPS, bench_pipeline
+    from trainer.config import ConfigError
 
+    if bare := [setting for setting in arguments.settings if "=" not in setting]:
+        raise ConfigError(f"--set takes KEY=VALUE, got {', '.join(bare)}")
     for documents in arguments.documents:
         yield bench_pipeline(
             arguments.shape,
@@ -159,6 +185,7 @@ def _threads(arguments: argparse.Namespace, device: torch.device, ceiling: float
     """Each kind of graphs, and after both how they compare; without a GPU there are no graphs."""
     from trainer.bench.threads import STEPS, ThreadsRatio, bench_threads
 
+    _require_gpu(arguments, device)
     kinds = arguments.graphs if device.type == "cuda" else ["none"]
     for threads in arguments.threads:
         done = {}

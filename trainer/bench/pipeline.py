@@ -34,6 +34,7 @@ from trainer.data.batch import HiddenBatch, PackedBatch
 from trainer.metrics import Metrics
 from trainer.parts import Evaluation, Parts
 from trainer.pipeline import EXIT_DONE, Pipeline
+from trainer.topology import check_topology, probe_hardware
 
 STEPS = 30
 MARKS = 6
@@ -95,13 +96,14 @@ def bench_pipeline(
 
     Raises BenchError where the shape or the devices cannot be measured, TargetError, ConfigError as a run does.
     """
+    kind = bound_of(targets, drafters)
+    check_topology(TopologyConfig(target=tuple(targets), drafter=tuple(drafters), verifier=()), probe_hardware())
     device = torch.device(drafters[0])
     if device.type == "cpu" and name != "tiny":
         raise BenchError(
             f"bench pipeline --shape {name} needs a CUDA device: its target alone has tens of gigabytes; use --shape "
             "tiny here"
         )
-    kind = bound_of(targets, drafters)
     config = override(pipeline_config(name, documents, targets, drafters, steps), dict(settings or {}))
     parts = assemble(config)
     source = SyntheticRows(config, vocab_size=_vocab_size(parts), documents=documents)

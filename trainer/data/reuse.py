@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config import DataConfig
+from trainer.config import ConfigError, DataConfig, TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +65,16 @@ class ReusePlan:
             width += 1
         periods, rest = divmod(place, width)
         return (width - 1) * self.spacing + periods, rest
+
+
+def check_reuse(config: TrainConfig) -> None:
+    """Raises ConfigError where the reservoir is so wide that the run would end before any batch came again."""
+    if config.data.reuse_reservoir is None:
+        return
+    plan, places = ReusePlan.of(config.data), config.run.max_steps * config.optim.micro_steps
+    if plan.spacing + 2 > places:
+        raise ConfigError(
+            f"data.reuse_reservoir={config.data.reuse_reservoir} lets {plan.spacing} batches pass before one is "
+            f"trained on again, and this run has {places} of each drafter: nothing would be reused; "
+            "lower it, or leave it out"
+        )
