@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -118,7 +119,7 @@ def numbers(events: tuple[Event, ...]) -> Numbers:
     most = last.number("max_steps") if last else None
     return Numbers(
         step=last.step if last else None,
-        max_steps=int(most) if most is not None else None,
+        max_steps=int(most) if most is not None and math.isfinite(most) else None,
         loss=last.number("loss") if last else None,
         accept_len=last.number("accept_len") if last else None,
         heldout_accept_len=evaluated.number("accept_len") if evaluated else None,

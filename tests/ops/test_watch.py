@@ -11,8 +11,11 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from dflash_ops.agent import process, runs, snapshot
@@ -125,6 +128,33 @@ def test_numbers_from_a_recorded_run() -> None:
     found = snapshot.numbers(parse_events(text + '\n{"event":"checkpoint","time":51,"step":5,"path":"x"}'))
     assert (found.step, found.usual_tokens_per_s, found.step_interval_s) == (5, 103.0, 10.0)
     assert (found.checkpoint_step, found.gate_open) == (5, True)
+
+
+ODD = st.recursive(
+    st.sampled_from([None, True, 0, -1, 10**400, 1.5, "nan", "inf", "-inf", "x", ""]) | st.integers(-(2**70), 2**70),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "target0"]), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = ["step", "max_steps", "loss", "accept_len", "context_tokens_per_s", "queues", "utilization", "text", "thread"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["step", "eval", "checkpoint", "balance", "warmup", "gate_open"]),
+            st.dictionaries(st.sampled_from([*KEYS, "memory_gb", "grad_norm", "step_time"]), ODD),
+        ),
+        max_size=5,
+    )
+)
+@example([("step", {"step": 1, "max_steps": "inf"})])
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_release_wrote_in_its_events_is_shown_or_left_out(lines: list[tuple[str, dict[str, Any]]]) -> None:
+    """Of another release, or damaged. Seen to fail: `max_steps` as infinity ended `fab watch` as a bug of its own."""
+    text = "\n".join(json.dumps(values | {"event": kind, "time": 1.0 + n}) for n, (kind, values) in enumerate(lines))
+    shot = Snapshot(9.0, status(), snapshot.numbers(parse_events(text)), (), None, None, None)
+    History().add(View("ct200", shot))
+    assert len(drawn(View("ct200", shot))) <= 24
 
 
 def test_cards_from_recordings() -> None:
