@@ -276,7 +276,7 @@ class RunConfig:
     """New tokens for each of them."""
     exchange: Literal["auto", "nccl", "peer"] = "auto"
     """How drafters on several GPUs add up gradients; `auto`: NCCL where they have these GPUs to themselves, else peer
-    copies. Of no effect elsewhere."""
+    copies. `nccl` is refused elsewhere, the others have no effect there."""
     tensorboard: bool = True
     """Write the same numbers for TensorBoard, where it is installed."""
     seed: int = 0
