@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 from trainer import torch_setup
 from trainer.config import ConfigError, to_dict
+from trainer.signals import leave_when_asked
 from trainer.topology import probe_hardware
 from trainer.variants import DEFAULT_VARIANT, VARIANTS, config_for
 
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(words)
     try:
         if args.command == "train":
+            leave_when_asked()
             from trainer.launch import train
 
             return train(

@@ -24,6 +24,8 @@ LONGEST_WAIT_S = 366 * 86400.0
 
 SHUFFLE_WINDOW = 4096
 """Documents that are shuffled among each other where a corpus is streamed."""
+FP8_MULTIPLE = 16
+"""What 8-bit products ask of the sizes they sum over and produce (torch 2.11 to 2.13, `_scaled_mm` on CUDA)."""
 MOST_REUSE = 100
 """Times that one batch may be trained on: anchors for each are drawn as it is packed, and its states are held."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -310,3 +312,22 @@ class TrainConfig:
     step: StepConfig = field(default_factory=StepConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        drafter = self.drafter
+        _require(
+            self.step.recompute_mlps <= drafter.num_layers,
+            f"step.recompute_mlps is {self.step.recompute_mlps}, but the drafter has {drafter.num_layers} layers",
+        )
+        sizes = {
+            "drafter.num_heads * head_dim": drafter.num_heads * drafter.head_dim,
+            "drafter.num_kv_heads * head_dim": drafter.num_kv_heads * drafter.head_dim,
+            "drafter.intermediate_size": drafter.intermediate_size,
+            "data.token_budget": self.data.token_budget,
+            "data.block_slots * drafter.block_size": self.data.block_slots * drafter.block_size,
+        }
+        bad = [f"{name} is {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+        _require(
+            not self.step.fp8 or not bad,
+            f"step.fp8 needs multiples of {FP8_MULTIPLE}: {', '.join(bad)}; change them or leave it off",
+        )

@@ -22,6 +22,21 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 ASK_AGAIN_S = 2.0
 
 
+def leave_when_asked() -> None:
+    """Until `StopSignals` takes over, a request to stop ends the process with 0: there is nothing to save yet.
+
+    For the seconds in which torch is imported; call it in the main thread before that.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(1, f"{signal.Signals(number).name} during start-up: nothing was trained, nothing to save\n".encode())
+        os._exit(0)
+
+    for number in STOP_SIGNALS:
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, leave)
+
+
 class StopSignals:
     """Installed once, in the main thread.
 

@@ -25,7 +25,9 @@ def check_config(release: Path, env: dict[str, str], variant: str, overrides: di
         return
     said = done.stderr.strip().splitlines()
     reason = said[-1].removeprefix("error: ") if said else f"exit code {done.returncode}"
-    variants = [line.split()[0] for line in _ask(release, env, ["variants"]).stdout.splitlines() if line.strip()]
+    variants: list[str] = []
+    if "variant" in reason:
+        variants = [line.split()[0] for line in _ask(release, env, ["variants"]).stdout.splitlines() if line.strip()]
     raise UsageError(
         f"the trainer refuses this configuration: {reason}",
         why=f"the variants are {', '.join(variants)}" if variants and variants[0] not in reason else "",

@@ -109,6 +109,7 @@ class TestMainJob:
         assert "Traceback" not in done.stderr
         for text in says:
             assert text in done.stderr
+        assert ("the variants are" in done.stderr) == ("nonsense" in words and "--variant" in words)
         assert runs.directories(lab.layout) == []
 
     def test_an_altered_release_is_not_launched(self, lab: Lab) -> None:

@@ -165,9 +165,9 @@ def test_the_gradient_of_a_wide_softmax_fits_e4m3() -> None:
 )
 def test_sizes_that_cannot_run_in_8_bits_are_refused_by_name(change: dict[str, int], said: str) -> None:
     config = make_config()
-    config = in_8_bits(replace(config, drafter=replace(config.drafter, **change)))
+    config = replace(config, drafter=replace(config.drafter, **change))
     with pytest.raises(ConfigError, match=said):
-        TrainStep(config, make_drafter(config), make_ends(), "cpu")
+        in_8_bits(config)
 
 
 def test_a_gpu_in_fp32_is_refused() -> None:

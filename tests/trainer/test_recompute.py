@@ -94,9 +94,8 @@ def test_elementwise_recompute_keeps_less_and_gives_the_same_gradients() -> None
 
 
 def test_more_layers_than_there_are_is_refused() -> None:
-    config = replace(make_config(), step=StepConfig(recompute_mlps=3))
     with pytest.raises(ConfigError, match="recompute_mlps is 3, but the drafter has 2"):
-        TrainStep(config, make_drafter(config), make_ends(), "cpu")
+        replace(make_config(), step=StepConfig(recompute_mlps=3))
     with pytest.raises(ConfigError, match="at least 0"):
         StepConfig(recompute_mlps=-1)
 

@@ -305,3 +305,29 @@ class TestCommandLine:
         assert "nothing.txt" in done.stdout
         assert "Traceback" not in done.stdout + done.stderr
         assert events(tmp_path, "end")[0]["reason"] == "error"
+
+
+SLOW_IMPORT = """
+import sys, threading
+from trainer.cli import main
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "trainer.launch":
+            print("importing", flush=True)
+            threading.Event().wait(180)
+
+sys.meta_path.insert(0, Slow())
+main(["train", "--run-dir", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_while_torch_is_imported_ends_with_0(tmp_path: Path, asked: signal.Signals) -> None:
+    """Without `leave_when_asked` the process died of the signal."""
+    process = Process([sys.executable, "-c", SLOW_IMPORT, str(tmp_path)])
+    process.until("importing")
+    process.child.send_signal(asked)
+    process.until(None)
+    assert process.child.wait(WAIT_S) == 0
+    assert f"{asked.name} during start-up: nothing was trained" in process.text

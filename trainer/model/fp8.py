@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer.config import FP8_MULTIPLE
+
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-ALIGNMENT = 16
-"""K and N must be multiples of this (torch 2.11 to 2.13, `_scaled_mm` on CUDA)."""
 SMALLEST_SCALE = 2.0**-100
 """Keeps the scale of a row of zeros from being zero; rows below 1e-27 lose precision, which nothing notices."""
 
@@ -54,9 +54,9 @@ def dequantise(scaled: Scaled) -> torch.Tensor:
 def check_product(inner: int, columns: int) -> None:
     """Raises ValueError for a product that CUDA's `_scaled_mm` refuses: K and N must be multiples of 16."""
     for name, size in (("summed dimension", inner), ("number of output columns", columns)):
-        if size % ALIGNMENT:
+        if size % FP8_MULTIPLE:
             raise ValueError(
-                f"an 8-bit product needs its {name} ({size}) to be a multiple of {ALIGNMENT}; leave fp8 off here"
+                f"an 8-bit product needs its {name} ({size}) to be a multiple of {FP8_MULTIPLE}; leave fp8 off here"
             )
 
 

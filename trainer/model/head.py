@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from trainer.model.fp8 import ALIGNMENT, E4M3, Scaled, quantise_rows, scaled_matmul
+from trainer.config import FP8_MULTIPLE
+from trainer.model.fp8 import E4M3, Scaled, quantise_rows, scaled_matmul
 
 RowPass = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(logits [R,V], labels [R], weights [R]) -> (top-1 [R], CE fp32 [R]); d(sum w*CE)/d(logits) is left in `logits`."""
@@ -96,8 +97,8 @@ class ScaledHead:
     ) -> ScaledHead:
         """Quantise a head; the original is not kept."""
         vocab_size = head_VH.shape[0]
-        if vocab_size % ALIGNMENT:
-            head_VH = torch.nn.functional.pad(head_VH, (0, 0, 0, -vocab_size % ALIGNMENT))
+        if vocab_size % FP8_MULTIPLE:
+            head_VH = torch.nn.functional.pad(head_VH, (0, 0, 0, -vocab_size % FP8_MULTIPLE))
         return cls(_in_parts(head_VH), _in_parts(head_VH.t()), vocab_size, row_pass, quantise)
 
     def losses(
@@ -116,8 +117,8 @@ class ScaledHead:
         else:
             top_R, losses_R = soft_gradient_over_logits(logits_RV, said_RV, labels_R, weights_R)
             scaled = self.quantise(logits_RV)
-        if self.vocab_size % ALIGNMENT:
-            padded_RV = torch.nn.functional.pad(scaled.values, (0, -self.vocab_size % ALIGNMENT))
+        if self.vocab_size % FP8_MULTIPLE:
+            padded_RV = torch.nn.functional.pad(scaled.values, (0, -self.vocab_size % FP8_MULTIPLE))
             scaled = Scaled(padded_RV, scaled.scale)
         gradient_RH.copy_(scaled_matmul(scaled, self.columns, hidden_RH.dtype))
         return top_R, losses_R

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainer.config import ConfigError, TargetConfig
-from trainer.model.fp8 import ALIGNMENT, Scaled, quantise_rows, scaled_matmul
+from trainer.config import FP8_MULTIPLE, ConfigError, TargetConfig
+from trainer.model.fp8 import Scaled, quantise_rows, scaled_matmul
 from trainer.model.tokenwise import Tokenwise
 
 FIRST_CAPABILITY = (8, 9)
@@ -79,7 +79,7 @@ def eligible(name: str, module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear) or name in NEVER:
         return False
     sides = (module.in_features, module.out_features)
-    return min(sides) >= SMALLEST_SIDE and not any(side % ALIGNMENT for side in sides)
+    return min(sides) >= SMALLEST_SIDE and not any(side % FP8_MULTIPLE for side in sides)
 
 
 def quantise_layer(layer: nn.Module, tokenwise: Tokenwise) -> int:
@@ -112,7 +112,7 @@ def hold_in_8_bits(config: TargetConfig, layers: list[nn.Module], device: torch.
     if replaced == 0:
         raise ConfigError(
             f"target.fp8: no linear layer of {config.path} has {SMALLEST_SIDE} or more inputs and outputs in multiples "
-            f"of {ALIGNMENT}, which 8-bit products need; leave target.fp8 off"
+            f"of {FP8_MULTIPLE}, which 8-bit products need; leave target.fp8 off"
         )
 
 
