@@ -23,6 +23,7 @@ from benchmarks.parts import OutOfTime, Part, Work, budget, chosen, folder, run_
 from benchmarks.runs import check_memory, run_to_end
 from benchmarks.setting import START_LIMIT_S, devices_here, small_run, this_machine
 from tests.trainer.gpu.names import ON_CPU, OVER_DEVICES
+from trainer.bench.cli import positive
 
 CASE_LIMIT_S = 150.0
 STEPS = 60
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=budget, default=570.0, help="seconds in all")
     parser.add_argument("--devices", type=devices_here, help="as cuda:0,cuda:1 or cpu,cpu; default: every GPU")
     parser.add_argument("--shape", choices=("27b", "8b", "tiny"), default="27b", help="of the stages and the pipeline")
-    parser.add_argument("--starts", type=int, default=5, help="starts of `train`, the first with empty caches")
+    parser.add_argument("--starts", type=positive, default=5, help="starts of `train`, the first with empty caches")
     parser.add_argument("--parts", default="", help="only these, comma-separated")
     options = parser.parse_args(argv)
     machine = this_machine()

@@ -27,6 +27,7 @@ from benchmarks.parts import ROOT, Part, Work, budget, chosen, folder, run_parts
 from benchmarks.runs import Event, TrainRun, check_memory, outcome, run_to_end
 from benchmarks.setting import START_LIMIT_S, device_here, small_run, this_machine
 from tests.trainer.gpu.names import ON_CPU, ON_ONE_DEVICE
+from trainer.bench.cli import positive
 
 STOP_LIMIT_S = 30.0
 CASE_LIMIT_S = 240.0
@@ -271,9 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=folder, required=True, help="a folder for the results")
     parser.add_argument("--budget-s", type=budget, default=570.0, help="seconds in all")
     parser.add_argument("--device", type=device_here, help="cuda:0 where there is one, else cpu")
-    parser.add_argument("--steps", type=int, default=1000, help="of the long run")
-    parser.add_argument("--parity-steps", type=int, default=200)
-    parser.add_argument("--starts", type=int, default=20, help="cold starts")
+    parser.add_argument("--steps", type=positive, default=1000, help="of the long run")
+    parser.add_argument("--parity-steps", type=positive, default=200)
+    parser.add_argument("--starts", type=positive, default=20, help="cold starts")
     parser.add_argument("--parts", default="", help="only these, comma-separated")
     options = parser.parse_args(argv)
     machine = this_machine()

@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainer.bench.cli import positive
 from trainer.bench.shapes import SHAPES, BenchShape
 from trainer.graphs import recomputing
 from trainer.model import fp8
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the list, largest first, and the sum."""
     parser = argparse.ArgumentParser(prog="benchmarks.saved_tensors", description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=tuple(SHAPES), default="27b")
-    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--documents", type=positive, default=4)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--recompute", choices=("none", "elementwise"), default="none")
     parser.add_argument("--recompute-mlps", type=int, default=0)

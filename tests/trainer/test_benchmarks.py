@@ -266,6 +266,7 @@ def test_one_device_is_not_several() -> None:
         (["--budget-s", "-1"], "above 0"),
         (["--budget-s", "inf"], "above 0"),
         (["--out", "FILE"], "choose a folder"),
+        (["--starts", "0"], "at least 1"),
         (["--device", "bogus", "--devices", "bogus,cpu"], "no such device"),
     ],
 )
