@@ -91,6 +91,8 @@ def describe_run(status: RunStatus) -> list[str]:
     """One run in a few lines."""
     latest = status.latest
     lines = [f"run      {status.run_id}", f"state    {status.state}{f': {status.detail}' if status.detail else ''}"]
+    if status.state == "failed" and status.latest.end and (said := status.latest.end.get("error")):
+        lines.append(f"why      {said}")
     lines.append(f"started  {moment(status.created_at)} ({ago(status.created_at)})")
     if status.ended_at is not None:
         lines.append(f"ended    {moment(status.ended_at)} ({ago(status.ended_at)})")

@@ -112,9 +112,10 @@ def _refuse_empty_lists(program: Any) -> None:
 def _wrong_words(program: Any, said: str) -> UsageError:
     """Invoke's words made plain, with the verb that was probably meant."""
     if (found := re.match(r"Flag <Argument: (\S+).*> needed value", said)) is not None:
-        said = f"--{found[1]} needs a value"
+        said = f"--{found[1].replace('_', '-')} needs a value"
     elif (found := re.match(r"'(\S+)' did not receive required positional arguments: (.+)", said)) is not None:
-        said = f"{found[1]} needs {found[2]}"
+        hint = f"`fab --help {found[1]}` says what goes there, `fab --list` shows the verbs"
+        return UsageError(f"{found[1]} needs {found[2]}", hint=hint)
     elif (found := re.match(r"No idea what '(.+)' is!", said)) is not None:
         word = found[1]
         near = difflib.get_close_matches(word, program.collection.task_names, n=1)

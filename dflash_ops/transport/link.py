@@ -269,7 +269,9 @@ def explain_connect(label: str, error: BaseException) -> OpsError:
         reasons = {str(reason) for reason in error.errors.values()}
         return HostUnreachable(f"{label}: cannot connect", why=", ".join(sorted(reasons)))
     if isinstance(error, socket.gaierror):
-        return HostUnreachable(f"{label}: unknown host name", why=str(error.strerror))
+        # `-H` takes a name that hosts.yaml lacks for a host, so this may be a target that was never written down.
+        hint = "check the name and the network; a target of your own must stand in hosts.yaml first"
+        return HostUnreachable(f"{label}: unknown host name", why=str(error.strerror), hint=hint)
     if isinstance(error, TimeoutError):
         return HostUnreachable(f"{label}: no answer in time", why="the address or a firewall swallows packets")
     if isinstance(error, paramiko.SSHException) and "authentication methods" in str(error):

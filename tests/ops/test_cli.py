@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_ops import console
+from dflash_ops.agent.runs import Latest, RunStatus
 from tests.ops.conftest import Lab
 
 TWO = """\
@@ -178,9 +180,11 @@ def test_reading_verbs_speak_json(lab: Lab) -> None:
         ("status --nope", "no flag --nope"),
         ("--nosuch", "no flag --nosuch"),
         ("launch --variant", "--variant needs a value"),
+        ("launch --keep-alive", "--keep-alive needs a value"),
         ("launch --set", "--set needs a value"),
         ("launch --set --keep-cache", "--set needs a value"),
         ("report", "report needs 'run'"),
+        ("report", "`fab --help report` says what goes there"),
         ("--help statsu", "no verb 'statsu'"),
         ("stop --kill=yes", "no verb 'yes'"),
     ],
@@ -192,3 +196,12 @@ def test_words_that_fab_does_not_know_exit_2(lab: Lab, words: str, says: str) ->
     assert says in done.stderr
     assert "fab --list" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("state", ["failed", "finished"])
+def test_a_failed_run_says_why_in_its_status(state: str) -> None:
+    """The trainer's own words, not only "exit code 1". Shown able to fail: without the line in `describe_run`."""
+    latest = Latest(end={"reason": "error", "error": "data.source '/nope' does not exist"})
+    run = RunStatus("r", state, "exit code 1 (error)", "sdpa", "5f0c", 0.0, "/d", "/d/log", "tmux", "s", latest=latest)
+    lines = console.describe_run(run)
+    assert ("why      data.source '/nope' does not exist" in lines) == (state == "failed")

@@ -329,8 +329,9 @@ class TestLayers:
 
     def test_no_such_host(self, box: Box, tmp_path: Path) -> None:
         transport = SshTransport(ssh_settings(box, tmp_path / "known_hosts", host="no-such-host.invalid"))
-        with pytest.raises(HostUnreachable, match="unknown host name"):
+        with pytest.raises(HostUnreachable, match="unknown host name") as refused:
             said(transport, "/bin/true")
+        assert "hosts.yaml" in str(refused.value.hint)
 
     def test_a_key_that_is_not_authorised(self, box: Box, tmp_path: Path) -> None:
         transport = SshTransport(ssh_settings(box, tmp_path / "known_hosts", identity=str(box.sshd.home / "host_key")))

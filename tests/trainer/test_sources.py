@@ -210,3 +210,14 @@ def test_a_file_that_grew_or_was_replaced_refuses_the_cursor(tmp_path: Path) -> 
     (tmp_path / "3.txt").write_text("text 3 " * 21)
     with pytest.raises(DataError, match="cannot go on exactly"):
         fresh().seek(cursor)
+
+
+def test_a_relative_source_that_is_not_there_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run starts elsewhere than the shell that launched it. Shown able to fail: without `looked` in the message."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as refused:
+        open_source("chats.jsonl", "auto")
+    assert f"looked for at {tmp_path / 'chats.jsonl'}" in str(refused.value)
+    assert "absolute path" in str(refused.value)

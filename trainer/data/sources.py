@@ -102,7 +102,11 @@ def find_files(source: str, format: str) -> tuple[str, list[Path], Path]:
                 "hub, and a run reads local files only, so that it never waits for a network; download it first: "
                 f"`hf download {source} --repo-type dataset --local-dir DIR`, then set data.source=DIR"
             )
-        raise DataError(f"data.source {source!r} does not exist; give `stdlib`, a file or a directory")
+        looked = "" if path.is_absolute() else f" (looked for at {path.absolute()})"
+        raise DataError(
+            f"data.source {source!r} does not exist on this machine{looked}; "
+            "give `stdlib`, or the absolute path of a file or a directory"
+        )
     form, files = _files(path, format)
     return form, files, path if path.is_dir() else path.parent
 
