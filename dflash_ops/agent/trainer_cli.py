@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import subprocess
@@ -19,9 +20,13 @@ def train_argv(variant: str, release: str, directory: Path, overrides: dict[str,
 
 
 def check_config(release: Path, env: dict[str, str], variant: str, overrides: dict[str, str]) -> None:
-    """Let the trainer itself judge variant and overrides; raises UsageError with its own words where it refuses."""
+    """Let the trainer itself judge variant and overrides; raises UsageError with its own words where it refuses.
+
+    Also where the text or the target that the run would read is not on this machine.
+    """
     done = _ask(release, env, ["config", "--variant", variant, *_settings(overrides)])
     if done.returncode == 0:
+        _require_paths(release, done.stdout)
         return
     said = done.stderr.strip().splitlines()
     reason = said[-1].removeprefix("error: ") if said else f"exit code {done.returncode}"
@@ -33,6 +38,24 @@ def check_config(release: Path, env: dict[str, str], variant: str, overrides: di
         why=f"the variants are {', '.join(variants)}" if variants and variants[0] not in reason else "",
         hint="choose a variant with --variant and correct --set; `python -m trainer config --variant V` shows all keys",
     )
+
+
+def _require_paths(release: Path, configuration: str) -> None:
+    try:
+        found = json.loads(configuration)
+        paths = {"data.source": found["data"]["source"], "target.path": found["target"]["path"]}
+    except (ValueError, KeyError, TypeError):
+        return  # an older trainer's words; it finds out itself
+    for key, value in paths.items():
+        if value in ("stdlib", "tiny") or str(value).startswith("shape:"):
+            continue
+        path = release / Path(str(value)).expanduser()  # the trainer runs in its release's directory
+        if not path.exists():
+            raise UsageError(
+                f"{key} {value!r} is not on the target",
+                why=f"no {path} there",
+                hint=f"copy it there (from a hub: `hf download`), or name what is there with --set {key}=PATH",
+            )
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,12 @@ targets:
 class Lab(Operator):
     """An operator whose one target is this machine."""
 
-    @property
-    def root(self) -> Path:
-        return self.home / "root"
+    root: Path = field(init=False)
+    """Of the target; a test may move it before `write_hosts`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.root = self.home / "root"
 
     @property
     def layout(self) -> Layout:

@@ -92,7 +92,8 @@ if __name__ == "__main__":
             print(name, text)
     elif verb == "config":
         found, settings = arguments(words)
-        print(json.dumps({"variant": found["--variant"], **settings}))
+        data, target = {"source": settings.get("data.source", "stdlib")}, {"path": "tiny"}
+        print(json.dumps({"variant": found["--variant"], "data": data, "target": target, **settings}))
     elif verb == "export":
         found = dict(zip(words[::2], words[1::2]))
         pathlib.Path(found["--checkpoint"]).resolve(strict=True)

@@ -112,6 +112,18 @@ class TestMainJob:
         assert ("the variants are" in done.stderr) == ("nonsense" in words and "--variant" in words)
         assert runs.directories(lab.layout) == []
 
+    def test_text_that_is_not_there_is_told_before_anything_starts(self, lab: Lab) -> None:
+        """Seen to fail: it was "started", and failed seconds later where nobody looked."""
+        lab.deploy()
+        for source in (str(lab.layout.root / "chats.jsonl"), "chats.jsonl", "org/name"):
+            done = lab.fab("launch", "--set", f"data.source={source}")
+            assert done.returncode == 2, done.stderr
+            assert f"data.source {source!r} is not on the target" in done.stderr
+            assert "--set data.source=PATH" in done.stderr
+        assert runs.directories(lab.layout) == []
+        (lab.layout.root / "chats.jsonl").touch()
+        assert lab.fab("launch", "--set", f"data.source={lab.layout.root / 'chats.jsonl'}").returncode == 0
+
     def test_an_altered_release_is_not_launched(self, lab: Lab) -> None:
         lab.deploy()
         (lab.layout.current / "trainer" / "__init__.py").write_text("edited = True\n")
