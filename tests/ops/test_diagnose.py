@@ -130,7 +130,7 @@ def test_evidence_is_saved_without_secrets_and_replayed(lab: Lab, tmp_path: Path
     again = diagnosed(lab, "--evidence", str(saved))
     assert again["incident"] == "disk-full"
     assert again["proof"] == body["proof"]
-    assert lab.fab("diagnose", "--evidence", "/nonexistent").returncode == 2
+    assert lab.fab("diagnose", "--evidence", str(lab.home / "missing")).returncode == 2
 
 
 def test_a_long_log_is_numbered_from_its_beginning(tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ def test_extensions_are_built_for_the_cards_here(tmp_path: Path, monkeypatch: py
     assert card_architectures() == "9.0"
 
 
-def test_a_missing_lock_is_said(lab: Lab) -> None:
-    done = lab.fab("provision", "--lock", "/nonexistent")
+def test_a_missing_lock_is_said(lab: Lab, tmp_path: Path) -> None:
+    done = lab.fab("provision", "--lock", str(tmp_path / "missing"))
     assert done.returncode == 2
     assert "requirements with hashes" in done.stderr
 

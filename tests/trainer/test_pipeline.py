@@ -13,6 +13,7 @@ import torch
 from small_run import events, run_small, small_config, small_parts
 
 from trainer.checkpoint import CheckpointStore
+from trainer.config import ConfigError
 from trainer.data.batch import PackedBatch
 from trainer.metrics import Metrics
 from trainer.model.targets import Target
@@ -486,10 +487,17 @@ def test_every_variant_runs_on_cpu(variant: str, tmp_path: Path) -> None:
     assert events(tmp_path, "end")[0]["reason"] == "done"
 
 
-def test_a_setting_that_only_the_built_drafter_can_refuse_is_exit_2_like_any_other(tmp_path: Path) -> None:
+def test_a_setting_that_only_the_built_drafter_can_refuse_is_exit_2_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen to fail with exit 1: a wrong setting then looked like a run that broke."""
-    code, _ = run_small(small_config({"step.recompute_mlps": "9"}), tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("this drafter cannot")
+
+    monkeypatch.setattr("trainer.step.check_options", refuse)
+    code, _ = run_small(small_config({}), tmp_path)
     assert code == 2
     (end,) = events(tmp_path, "end")
     assert end["exit_code"] == 2
-    assert "step.recompute_mlps is 9, but the drafter has 1 layers" in end["error"]
+    assert "this drafter cannot" in end["error"]
