@@ -34,6 +34,8 @@ from dflash_ops.named_file import require_regular
 from dflash_ops.settings import Ssh
 
 KEEPALIVE_S = 15
+RETRY_S = 0.5
+"""With less time left, a dead connection is not replaced."""
 CHANNELS = 6  # sshd's MaxSessions is 10 by default; others may share the connection's user
 SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
 
@@ -135,8 +137,8 @@ class Link:
                 fresh = not self.alive
                 channel = self._open_channel(ends_at)
             except _Dead:
-                if fresh:
-                    raise
+                if fresh or ends_at - time.monotonic() < RETRY_S:
+                    raise  # a quick reconnect would run the command after its deadline
                 channel = self._open_channel(ends_at)
             try:
                 yield channel
