@@ -32,9 +32,14 @@ def leave_when_asked() -> None:
         os.write(1, f"{signal.Signals(number).name} during start-up: nothing was trained, nothing to save\n".encode())
         os._exit(0)
 
+    _hear(leave)
+
+
+def _hear(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in STOP_SIGNALS:
+        # A shell without job control starts background jobs with INT ignored: a Ctrl-C there is not for us.
         if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, leave)
+            signal.signal(number, handler)
 
 
 class StopSignals:
@@ -50,10 +55,7 @@ class StopSignals:
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._act, name="signals", daemon=True).start()
-        for number in STOP_SIGNALS:
-            # A shell without job control starts background jobs with INT ignored: a Ctrl-C there is not for us.
-            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._ignore)
+        _hear(self._ignore)
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
         """Takes the place of the default action; the pipe has the number already."""
