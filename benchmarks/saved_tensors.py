@@ -21,10 +21,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.bench.cli import positive
-from trainer.bench.shapes import SHAPES, BenchShape
+from trainer.bench.shapes import SHAPES, BenchShape, meta_drafter
 from trainer.graphs import recomputing
 from trainer.model import fp8
-from trainer.model.drafter import Drafter, DrafterShape
 from trainer.optim import FlatLayout
 from trainer.step import drafter_forward
 
@@ -91,16 +90,7 @@ def saved_tensors(
                 )
         return graph.forward
 
-    with torch.device("meta"):
-        drafter = Drafter(
-            DrafterShape(
-                hidden_size=shape.hidden_size,
-                vocab_size=shape.vocab_size,
-                num_features=shape.features,
-                rope_theta=1e7,
-                config=shape.drafter,
-            )
-        )
+    drafter = meta_drafter(shape)
     layout = FlatLayout.of(drafter)
     with FakeTensorMode(allow_non_fake_inputs=True), recomputing(recompute):
         flat = torch.zeros(layout.total, dtype=torch.bfloat16)

@@ -62,10 +62,10 @@ def bench_config(
     )
 
 
-def random_drafter(shape: BenchShape, device: torch.device) -> Drafter:
-    """A drafter with random weights drawn on the device (drawing 1.7 billion on a CPU takes longer than the run)."""
+def meta_drafter(shape: BenchShape) -> Drafter:
+    """The drafter of a shape without memory for its weights."""
     with torch.device("meta"):
-        drafter = Drafter(
+        return Drafter(
             DrafterShape(
                 hidden_size=shape.hidden_size,
                 vocab_size=shape.vocab_size,
@@ -74,6 +74,11 @@ def random_drafter(shape: BenchShape, device: torch.device) -> Drafter:
                 config=shape.drafter,
             )
         )
+
+
+def random_drafter(shape: BenchShape, device: torch.device) -> Drafter:
+    """A drafter with random weights drawn on the device (drawing 1.7 billion on a CPU takes longer than the run)."""
+    drafter = meta_drafter(shape)
     drafter.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
