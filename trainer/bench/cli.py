@@ -40,7 +40,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--documents", type=positive, nargs="+", default=[1, 4], help="documents in one packed row")
     made.add_argument("--threads", type=positive, nargs="+", default=[1, 4], help="drafter threads on one device")
     made.add_argument(
-        "--graphs", choices=("none", "step"), nargs="+", default=["none", "step"], help="kinds of CUDA graphs (threads)"
+        "--graphs",
+        choices=("none", "step"),
+        nargs="+",
+        default=["none", "step"],
+        help="kinds of CUDA graphs (drafter, threads)",
     )
     made.add_argument("--targets", nargs="+", metavar="DEVICE", help="devices of the targets (pipeline)")
     made.add_argument("--drafters", nargs="+", metavar="DEVICE", help="devices of the drafters (pipeline)")
@@ -123,11 +127,11 @@ def _require_gpu(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
-    from trainer.bench.drafter import GRAPHS, bench_drafter
+    from trainer.bench.drafter import bench_drafter
     from trainer.config import StepConfig
 
     _require_gpu(arguments, device)
-    kinds = GRAPHS if device.type == "cuda" else ("none",)
+    kinds = arguments.graphs if device.type == "cuda" else ["none"]
     for documents, graphs, fp8 in product(arguments.documents, kinds, (False, True)[: 1 + arguments.fp8]):
         with torch_setup.thread_rules("drafter", device):
             yield bench_drafter(

@@ -17,8 +17,6 @@ from trainer.config import StepConfig
 from trainer.data.batch import HiddenBatch
 from trainer.step import TrainStep
 
-GRAPHS = ("none", "step")
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterResult:
