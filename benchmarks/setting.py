@@ -33,7 +33,7 @@ SMALLER = {
     "drafter.sliding_layers": "0",
     "drafter.intermediate_size": "64",
 }
-"""On a CPU the logic is what is tried, not the speed."""
+"""On a CPU the logic is what is tried, not the speed. The runs of tests/trainer begin with these too."""
 
 
 def small_run(on_gpu: bool) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.setting import SMALLER
 from trainer.assembly import assemble
 from trainer.checkpoint import CheckpointStore, Loaded
 from trainer.config import TrainConfig
@@ -17,15 +18,7 @@ from trainer.pipeline import Pipeline
 from trainer.topology import Hardware
 from trainer.variants import config_for
 
-SMALL: dict[str, str] = {
-    "data.token_budget": "192",
-    "data.block_slots": "12",
-    "data.max_documents": "4",
-    "data.max_document_tokens": "96",
-    "data.heldout_documents": "2",
-    "drafter.num_layers": "1",
-    "drafter.sliding_layers": "0",
-    "drafter.intermediate_size": "64",
+SMALL: dict[str, str] = SMALLER | {
     "drafter.num_heads": "2",
     "drafter.num_kv_heads": "1",
     "run.max_steps": "6",
