@@ -80,7 +80,6 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
         ),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
         on_gate_open=torch_setup.forbid_compilation,
-        check_steady=torch_setup.check_nothing_compiled,
         warm_target=(lambda made: cast("Target | WithFinalStates", made).warm_up()) if config.target.compile else None,
     )
 

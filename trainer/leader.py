@@ -64,7 +64,6 @@ class RunLeader:
         clocks: Mapping[str, StageClock],
         queues: Mapping[str, _Sized],
         progress: Progress,
-        check_steady: Callable[[], None],
         save_now: Callable[[Snapshot], str],
         last_saved: Callable[[], str | None],
     ) -> None:
@@ -76,7 +75,6 @@ class RunLeader:
         self._clocks = clocks
         self._queues = queues
         self._progress = progress
-        self._check_steady = check_steady
         self._save_now = save_now
         self._last_saved = last_saved
         self._balance = BalanceWatch(
@@ -122,7 +120,6 @@ class RunLeader:
             if not (math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm)):
                 self._diverged(number, step, numbers, consumed[-1].cursor)
             if log:
-                self._check_steady()
                 self._log(number, numbers, consumed[-1].skipped, last=last)
         if decided.stop:
             self._box.cancel()  # a stop has seconds, an evaluation may need minutes

@@ -84,7 +84,7 @@ class DrafterStep(Protocol):
         ...
 
     def metrics(self) -> StepNumbers:
-        """Of the last applied step; waits for the device."""
+        """Of the last applied step; waits for the device. Raises when something was compiled since the gate opened."""
         ...
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -139,7 +139,5 @@ class Parts:
     """(role, device) -> what a thread must enter before any torch work."""
     on_gate_open: Callable[[], None]
     """Runs after the last warm-up, before anyone is let through."""
-    check_steady: Callable[[], None]
-    """Runs with every logged step; raises when something was compiled since the gate opened."""
     warm_target: Callable[[TargetModel], None] | None = None
     """Compiles a target's forward, in a turn of its own at the gate; None: targets compile nothing and have no turn."""

@@ -141,7 +141,6 @@ class Pipeline:
                 **{channel.name: channel for row in hidden for channel in row},
             },
             progress=self._progress,
-            check_steady=parts.check_steady,
             save_now=self._outcomes.save,
             last_saved=self._outcomes.last_saved,
         )

@@ -44,7 +44,7 @@ def small_flags(overrides: Mapping[str, str] | None = None) -> list[str]:
 
 def small_parts(config: TrainConfig) -> Parts:
     """The real ones; only the process-wide ban on compiling is left out, other tests share this process."""
-    return replace(assemble(config), on_gate_open=lambda: None, check_steady=lambda: None)
+    return replace(assemble(config), on_gate_open=lambda: None)
 
 
 def run_small(

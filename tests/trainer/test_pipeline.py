@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_run import events, run_small, small_config, small_parts
 
+from trainer import torch_setup
 from trainer.checkpoint import CheckpointStore
 from trainer.config import ConfigError
 from trainer.data.batch import PackedBatch
@@ -457,6 +458,21 @@ class TestFailures:
         end = self.run(tmp_path, change)
         assert "TargetError: tiny gave hidden states" in end["error"]
         assert "Traceback" not in capfd.readouterr().out
+
+    def test_what_is_compiled_after_the_gate_ends_the_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Fewer graphs are noted at the gate than there are: as if one had come later. Seen to fail (the run went on
+        to its end) with the check taken out of the step's numbers."""
+
+        def opened() -> None:
+            counts = torch_setup.compile_counts()
+            monkeypatch.setattr(torch_setup, "_at_the_gate", replace(counts, graphs=counts.graphs - 1))
+
+        config = small_config({"run.max_steps": "2"})
+        code, _ = run_small(config, tmp_path, parts=replace(small_parts(config), on_gate_open=opened))
+        assert code == 1
+        assert "RecompileError: compiled after the gate opened" in events(tmp_path, "end")[0]["error"]
 
     def test_nan_in_hidden_states_ends_the_run_and_keeps_the_good_weights(self, tmp_path: Path) -> None:
         """From batch 4 on the target gives NaN: exit 1, the reason, and a checkpoint with finite weights."""
