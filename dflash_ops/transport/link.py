@@ -34,8 +34,8 @@ from dflash_ops.named_file import require_regular
 from dflash_ops.settings import Ssh
 
 KEEPALIVE_S = 15
-RETRY_S = 0.5
-"""With less time left, a dead connection is not replaced."""
+CONNECT_S = 0.5
+"""With less time left, no connection is made: a quick one would run the command after its deadline."""
 CHANNELS = 6  # sshd's MaxSessions is 10 by default; others may share the connection's user
 SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
 
@@ -137,8 +137,8 @@ class Link:
                 fresh = not self.alive
                 channel = self._open_channel(ends_at)
             except _Dead:
-                if fresh or ends_at - time.monotonic() < RETRY_S:
-                    raise  # a quick reconnect would run the command after its deadline
+                if fresh:
+                    raise
                 channel = self._open_channel(ends_at)
             try:
                 yield channel
@@ -172,10 +172,13 @@ class Link:
             self._lock.release()
 
     def _connect(self, ends_at: float) -> paramiko.Transport:
+        left = ends_at - time.monotonic()
+        if left < CONNECT_S:
+            raise HostUnreachable(f"{self.label}: no connection in time", why="the time was over before it was made")
         made = connection(self._ssh)
         verify_keys(made, Path(self._ssh.known_hosts).expanduser())
         # TCP, banner, key exchange and authentication each have connect_timeout; a ProxyJump doubles the steps.
-        limit = min(4.0 * self._ssh.connect_timeout, max(0.1, ends_at - time.monotonic()))
+        limit = min(4.0 * self._ssh.connect_timeout, left)
         outcome = within(limit, made.open, on_late=made.close)
         if outcome is None:
             raise HostUnreachable(

@@ -240,6 +240,14 @@ class TestDeadline:
             # The connection stays frozen; the next command does not wait on it.
             assert said(transport, "/bin/echo", "again").stdout == b"again\n"
 
+    def test_no_connection_is_made_when_the_time_is_over(self, box: Box, ssh: SshTransport) -> None:
+        """Shown able to fail: with a tenth of a second granted to every connection, one was made."""
+        before = box.sshd.log.count("Accepted publickey")
+        with pytest.raises(HostUnreachable, match="no connection in time"):
+            said(ssh, "/bin/true", deadline=0.0)
+        assert not ssh.link.alive
+        assert box.sshd.log.count("Accepted publickey") == before
+
     def test_after_a_deadline_the_next_command_has_a_fresh_connection(
         self, box: Box, transport: Transport, monkeypatch: pytest.MonkeyPatch
     ) -> None:
