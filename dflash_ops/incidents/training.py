@@ -158,6 +158,26 @@ MEMORY_AND_NUMBERS = (
         runbook="no-valid-anchors",
         next_command="fab tail-log --run RUN --lines 100 --no-follow",
         retryable=False,
+        explains=("data-refused",),
+    ),
+    Incident(
+        name="data-refused",
+        cause="the trainer refused its data: the proof says, in its words, which file and why",
+        signatures=(
+            # With the class's name where a thread of the run met it; at the start of a run the words come alone.
+            seen(
+                LOG,
+                r"\bDataError: ",
+                r"data\.source ['\"].{0,1000}['\"] (?:holds|does not exist|has other documents|is no file)\b",
+                r" cannot be read(?: as (?:text|jsonl|arrow|parquet))?: ",
+                r"changed since the checkpoint was made|fewer rows follow than when the checkpoint was made",
+                r"is gone: the files changed|the data was tokenised for another model|leave data\.strict off",
+                weight=2,
+            ),
+        ),
+        runbook="data-refused",
+        next_command="fab tail-log --run RUN --lines 100 --no-follow",
+        retryable=False,
     ),
     Incident(
         name="checkpoint-corrupt",

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 from dflash_ops.agent import evidence, process, runs
 from dflash_ops.incidents import Source
+from tests.checkout import REPOSITORY
 from tests.ops.conftest import Lab
 from tests.waiting import wait_until
 
@@ -54,6 +56,25 @@ def test_a_crash_that_nobody_knows_shows_its_last_lines(lab: Lab) -> None:
     body = diagnosed(lab)
     assert body["incident"] is None
     assert any("bad luck" in line["text"] for line in body["last_lines"])
+
+
+def test_the_real_trainer_s_refusal_of_a_file_is_named_in_its_words(lab: Lab) -> None:
+    """Shown able to fail: without the incident this was "none that is known"."""
+    shutil.rmtree(lab.checkout / "trainer")
+    shutil.copytree(REPOSITORY / "trainer", lab.checkout / "trainer", ignore=shutil.ignore_patterns("__pycache__"))
+    data = lab.home / "part-03.parquet"
+    data.write_text("cut")
+    lab.deploy()
+    lab.start(f"data.source={data}", "run.tensorboard=false")
+    status = lab.wait_for("failed")
+    body = diagnosed(lab)
+    assert (body["run"], body["incident"]) == (status.run_id, "data-refused")
+    words = f"{data} cannot be read as parquet: "
+    assert [words in line["text"] for line in body["proof"]] == [True]
+    assert body["proof"][0]["source"] == "train.log"
+    said = lab.fab("diagnose").stdout
+    assert words in said
+    assert "runbook   runbooks/data-refused.md\n" in said
 
 
 def test_a_killed_trainer_is_killed(lab: Lab) -> None:

@@ -35,6 +35,7 @@ REPLAYED = {
     "host-oom": "host-oom",
     "nan-loss": "nan-loss.diverged",
     "no-valid-anchors": "no-valid-anchors.trainer",
+    "data-refused": "data-refused",
     "cuda-fault": "cuda-fault",
     "missing-fast-kernels": "missing-fast-kernels",
     "graph-tree-thread": "graph-tree-thread",

@@ -6,6 +6,7 @@ survival rule off, `healthy/autotune-survived-oom` becomes a CUDA OOM.
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from pathlib import Path
@@ -18,7 +19,8 @@ from dflash_ops import errors
 from dflash_ops.diagnose import failure_text
 from dflash_ops.incidents import CATALOGUE, Diagnosis, Evidence, NoMatch, Source, diagnose
 
-LOGS = Path(__file__).parent.parent / "fixtures" / "logs"
+ROOT = Path(__file__).parents[2]
+LOGS = ROOT / "tests" / "fixtures" / "logs"
 INCIDENTS = sorted((LOGS / "incidents").glob("*.txt"))
 HEALTHY = sorted((LOGS / "healthy").glob("*.txt"))
 
@@ -37,6 +39,7 @@ REQUIRED = [
     "memory-throttled",
     "nan-loss",
     "no-valid-anchors",
+    "data-refused",
     "missing-fast-kernels",
     "driver-mismatch",
     "uvm-missing",
@@ -165,6 +168,38 @@ def test_a_thousand_mutated_inputs_raise_nothing() -> None:
     for n in range(1000):
         found = diagnose(Evidence.from_bundle(mutate(rng, texts[n % len(texts)])))
         assert isinstance(found, (Diagnosis, NoMatch))
+
+
+def refusals_of_data() -> list[str]:
+    """What each `raise DataError(...)` of the trainer says, with `x` for what it fills in."""
+    found = []
+    for path in sorted((ROOT / "trainer" / "data").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                call = node.exc
+                if isinstance(call.func, ast.Name) and call.func.id == "DataError":
+                    (said,) = call.args
+                    assert isinstance(said, ast.JoinedStr), f"{path.name}:{node.lineno}"
+                    found.append("".join(map(_filled_in, said.values)))
+    return found
+
+
+def _filled_in(part: ast.expr) -> str:
+    if isinstance(part, ast.FormattedValue):
+        return "'x'" if part.conversion == ord("r") else "jsonl"
+    assert isinstance(part, ast.Constant)
+    return str(part.value)
+
+
+@pytest.mark.parametrize("said", refusals_of_data())
+def test_every_refusal_of_data_is_known_by_its_words(said: str) -> None:
+    """A run that begins says them without the class's name. Shown able to fail: without the line for tokens of another
+    model."""
+    log = f"02:14:40 end       error at step 0, exit 1\n02:14:40           {said}"
+    found = diagnose(Evidence.of(log=log, exit_record='{"code": 1, "signal": null}'))
+    assert isinstance(found, Diagnosis)
+    assert found.incident.name in ("data-refused", "no-valid-anchors")
+    assert said in found.proof[0].text
 
 
 @settings(max_examples=200, deadline=None)
