@@ -7,9 +7,9 @@
     python -m trainer export   --checkpoint DIR --format zlab|speculators --out DIR [--json]
     python -m trainer bench    PART [...]
 
-Exit codes: 0 done, or stopped on request; 1 error; 2 wrong arguments or configuration; 70 a warm-up ran past
-run.gate_deadline_s (all stacks are in the log). TERM, HUP and INT stop in order; asked again two seconds later or
-more, the process ends at once with 1.
+Exit codes: 0 done, or stopped on request; 1 error, a directory that is no checkpoint among them; 2 wrong arguments or
+configuration; 70 a warm-up ran past run.gate_deadline_s (all stacks are in the log). TERM, HUP and INT stop in order;
+asked again two seconds later or more, the process ends at once with 1.
 
 torch is imported inside the commands: some of it reads the environment once, at its import.
 """
