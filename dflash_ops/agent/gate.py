@@ -17,8 +17,8 @@ from dflash_ops.errors import EnvironmentUnfit, GateRefused
 from dflash_ops.preflight import Expected, Status, Verdict
 
 NEEDED = ("torch", "transformers", "safetensors", "numpy")
-NEEDED_WITH_GPUS = ("triton", "flash-linear-attention", "causal-conv1d")
-REPORTED = (*NEEDED, *NEEDED_WITH_GPUS, "tensorboard", "datasets")
+NEEDED_WITH_GPUS = ("triton", "flash-linear-attention")
+REPORTED = (*NEEDED, *NEEDED_WITH_GPUS, "causal-conv1d", "tensorboard", "datasets")
 MIN_FREE_INODES = 10_000
 SLOW_KERNELS_ALLOWED = "target.allow_slow_kernels"
 

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_ops.agent import doctor, gpu_log, machine, nvidia_smi
-from dflash_ops.agent.doctor import KERNELS, DoctorRequest, read_smoke
+from dflash_ops.agent.doctor import CONVOLUTION, RECURRENCE, DoctorRequest, read_smoke
 from dflash_ops.agent.machine import Disk
 from dflash_ops.doctor import compare_drivers, laptop
 from dflash_ops.incidents import Diagnosis, Evidence, diagnose
 from tests.ops.conftest import Lab
 
-GOOD = {"torch": "2.11.0", "cuda": "13.0", "cards": 8, "bad": [], **dict.fromkeys(KERNELS, True)}
+GOOD = {"torch": "2.11.0", "cuda": "13.0", "cards": 8, "bad": [], RECURRENCE: True, CONVOLUTION: True}
 
 
 def verdicts(found: dict[str, object], **expected: object) -> dict[str, str]:
@@ -34,7 +34,8 @@ def test_smoke_lines() -> None:
     assert verdicts({**GOOD, "cards": 7})["CUDA"] == "bad"
     assert verdicts({**GOOD, "cards": 0}, gpu_count=None)["CUDA"] == "bad"
     assert verdicts({**GOOD, "bad": ["cuda:3: RuntimeError"]})["CUDA"] == "bad"
-    slow = {**GOOD, "causal_conv1d": "causal_conv1d: ModuleNotFoundError"}
+    assert verdicts({**GOOD, CONVOLUTION: "causal_conv1d: ModuleNotFoundError"})["fast kernels"] == "note"
+    slow = {**GOOD, RECURRENCE: "fla: ModuleNotFoundError"}
     assert verdicts(slow)["fast kernels"] == "bad"
     assert verdicts(slow, slow_kernels_allowed=True)["fast kernels"] == "note"
     on_cpu = read_smoke({**GOOD, "cards": 0}, DoctorRequest(), on_gpus=False)

@@ -226,7 +226,10 @@ REFUSALS = [
     (errors.LockHeld("another launch or run holds the lock on this target", why="run x, pid 4"), "lock-held"),
     (errors.GateRefused("GPUs: refused", why="card 2: python3 (pid 7) holds 4614 MiB [host]"), "gpu-busy"),
     (errors.EnvironmentUnfit("packages: refused", why="missing: torch; found: python 3.12"), "environment-mismatch"),
-    (errors.EnvironmentUnfit("packages: refused", why="missing: causal-conv1d; found: x"), "missing-fast-kernels"),
+    (
+        errors.EnvironmentUnfit("packages: refused", why="missing: flash-linear-attention; found: x"),
+        "missing-fast-kernels",
+    ),
     (errors.EnvironmentUnfit("the disk is full while preparing the run", why="[Errno 28] No space"), "disk-full"),
     (errors.EnvironmentUnfit("no room for the release on the target", why="9 MiB are needed"), "disk-full"),
     (errors.EnvironmentUnfit("disk: refused", why="0.2 GiB and 9 inodes free under /w"), "disk-full"),

@@ -22,7 +22,7 @@ from trainer.config import ConfigError, TargetConfig, TopologyConfig, TrainConfi
 from trainer.data.batch import PackedBatch
 from trainer.data.packing import pack
 from trainer.memory import needs
-from trainer.model import target_fp8
+from trainer.model import target_fp8, target_layers
 from trainer.model.fp8 import Scaled, quantise_rows
 from trainer.model.target_fp8 import Fp8Linear, eight_bit_parameters, eligible, hold_in_8_bits
 from trainer.model.target_loading import load_target
@@ -96,12 +96,24 @@ def test_states_are_off_by_a_few_percent(target: Target, plain: Target) -> None:
     assert all(0.005 < error < 0.07 for error in found), found
 
 
-def test_a_compiled_row_in_8_bits_gives_the_same_states(target: Target, plain: Target) -> None:
-    """8-bit gate and up are one matrix, too. Uncompiled here: the functions are the same (test_target_layers.py)."""
+@pytest.mark.parametrize("known", [True, False], ids=["taken apart", "as it comes"])
+def test_a_compiled_row_in_8_bits_gives_the_same_states(
+    known: bool, target: Target, plain: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8-bit gate and up are one matrix, too. Uncompiled here: the functions are the same (test_target_layers.py).
+
+    GatedDeltaNet taken apart rounds in other places, by a millionth, and one input that is rounded to another 8-bit
+    number moves all that follow: those states are held to the error of 8 bits alone.
+    """
+    if not known:
+        monkeypatch.setattr(target_layers, "unknown_recurrence", lambda mixer: "another make")
     fused = load_target(TargetConfig(dtype="float32", fp8=True, compile=True), "cpu")
-    assert torch.allclose(fused.hidden_states(row(fused)), target.hidden_states(row(target)), atol=0.05, rtol=0.05)
+    if not known:
+        assert torch.allclose(fused.hidden_states(row(fused)), target.hidden_states(row(target)), atol=0.05, rtol=0.05)
+    assert fused.apart is not None
+    assert fused.apart.by_document is not known
     assert all(error < 0.07 for error in errors(fused, plain))
-    for layer, shell in zip(fused.model.model.layers, fused.apart.layers, strict=True):  # type: ignore[union-attr]
+    for layer, shell in zip(fused.model.model.layers, fused.apart.layers, strict=True):
         both: Any = shell.second.mlp.gate_up
         for part in (layer.mlp.gate_proj, layer.mlp.up_proj):
             assert part.values.untyped_storage().data_ptr() == both.values.untyped_storage().data_ptr()

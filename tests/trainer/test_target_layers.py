@@ -23,6 +23,7 @@ from trainer import torch_setup
 from trainer.config import ConfigError, TargetConfig
 from trainer.data.batch import PackedBatch
 from trainer.data.packing import pack
+from trainer.model import target_layers
 from trainer.model.target_loading import load_target
 from trainer.model.target_models import TINY, TargetError
 from trainer.model.targets import Target
@@ -33,6 +34,12 @@ TOKENS = 400
 def row(target: Target, *texts: str) -> PackedBatch:
     documents = [document(target, text) for text in texts]
     return pack(documents, index=0, cursor={}, token_budget=TOKENS, block_slots=4, max_documents=5, run_seed=0)
+
+
+@pytest.fixture
+def another_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GatedDeltaNet modules that gated_delta.py does not know."""
+    monkeypatch.setattr(target_layers, "unknown_recurrence", lambda mixer: "another make")
 
 
 @pytest.fixture
@@ -102,23 +109,33 @@ class TestCompiledLayers:
     def test_dense_families(self, kind: str, graphs: int, tmp_path: Path) -> None:
         check_family(str(other_target(kind, tmp_path)), graphs)
 
+    def test_a_hybrid(self) -> None:
+        """What is before and after the recurrence makes two functions more."""
+        check_family("tiny", 6)
+
+    @pytest.mark.usefixtures("another_make")
     def test_a_hybrid_whose_kernels_leak(self) -> None:
         check_family("tiny", 4, by_document=True)
 
-    @pytest.mark.usefixtures("packed_kernels")
+    @pytest.mark.usefixtures("another_make", "packed_kernels")
     def test_a_hybrid_whose_kernels_take_packed_rows(self) -> None:
         """Its gated norm is one function more."""
         check_family("tiny", 5)
 
 
-def test_gate_and_up_are_one_matrix_held_once() -> None:
+def test_joined_projections_are_one_matrix_held_once() -> None:
     plain = load_target(TargetConfig(dtype="float32"), "cpu")
     target = load_target(TargetConfig(dtype="float32", compile=True), "cpu")
     for layer, shell in zip(target.model.model.layers, target.apart.layers, strict=True):  # type: ignore[union-attr]
         both: Any = shell.second.mlp.gate_up.weight
-        for part in (layer.mlp.gate_proj, layer.mlp.up_proj):
-            assert part.weight.untyped_storage().data_ptr() == both.untyped_storage().data_ptr()
-            assert part.weight.is_contiguous()
+        pairs = [(both, (layer.mlp.gate_proj, layer.mlp.up_proj))]
+        if shell.recurrent:
+            mixer: Any = layer.linear_attn
+            pairs.append((shell.mixer.in_proj_steps.weight, (mixer.in_proj_b, mixer.in_proj_a)))
+        for whole, parts in pairs:
+            for part in parts:
+                assert part.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+                assert part.weight.is_contiguous()
     ids = torch.arange(40)
     assert torch.equal(target.document_states(ids), plain.document_states(ids))
 

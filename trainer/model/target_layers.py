@@ -1,21 +1,23 @@
-"""Decoder layers of the frozen target, taken apart: the mixer as it comes, the rest as functions of a row's tokens.
+"""Decoder layers of the frozen target, taken apart: the mixer's kernels, the rest as functions of a row's tokens.
 
 A decoder layer is a norm, a mixer (attention or GatedDeltaNet), and a second half in which every token is by itself:
 residual, norm, gated MLP, residual. Around the mixers transformers launches a dozen elementwise kernels a layer, in
 fp32 where it norms. Here the norms and the second half are one function each, compiled once for a device and shared by
-all layers of the same make; mixers stay as they are, with their own kernels.
+all layers of the same make. Attention stays as it is, with its own kernels; GatedDeltaNet of the known make is taken
+apart as well (gated_delta.py), any other stays as it is too.
 
 A compiled function has static shapes, so it runs where a row has the one length that was announced
 (tokenwise.py). Every other length (documents alone, decoding, trials) runs the same functions uncompiled.
 
 The layers here are shells around the model's own modules: the model itself is not changed, except that `gate_proj`
-and `up_proj` become views of one matrix.
+and `up_proj` become views of one matrix, as do `in_proj_b` and `in_proj_a`.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 
 from trainer.model.document_attention import current_bounds
-from trainer.model.target_fp8 import Fp8Linear
+from trainer.model.gated_delta import GatedDelta, joined, unknown_recurrence
 from trainer.model.tokenwise import Tokenwise
 
 MIXERS = ("self_attn", "linear_attn")
@@ -75,7 +77,7 @@ class SecondHalf(nn.Module):
         self.pre_feedforward_layernorm = parts.get("pre_feedforward_layernorm")
         self.post_feedforward_layernorm = parts.get("post_feedforward_layernorm")
         mlp: Any = layer.mlp
-        self.mlp = GatedMLP(fuse_gate_up(mlp), mlp.down_proj, mlp.act_fn)
+        self.mlp = GatedMLP(joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj, mlp.act_fn)
 
 
 class TokenwiseNorm(nn.Module):
@@ -108,13 +110,15 @@ class DocumentByDocument(nn.Module):
 class TrunkLayer(nn.Module):
     """One decoder layer, taken apart. Takes what transformers hands a layer; uses no cache and no mask."""
 
-    def __init__(self, layer: nn.Module, tokenwise: Tokenwise) -> None:
+    def __init__(self, layer: nn.Module, tokenwise: Tokenwise, *, own_recurrence: bool) -> None:
         super().__init__()
         self.recurrent = hasattr(layer, "linear_attn")
         self.input_layernorm = layer.input_layernorm
         self.second = SecondHalf(layer)
         self._original = [getattr(layer, "linear_attn" if self.recurrent else "self_attn")]  # a list: not a child
-        self.mixer = with_tokenwise_norms(self._original[0], tokenwise)
+        own = self.recurrent and own_recurrence
+        make = GatedDelta if own else with_tokenwise_norms
+        self.mixer: nn.Module = make(self._original[0], tokenwise)
         self._tokenwise = tokenwise
 
     def run_by_document(self) -> None:
@@ -144,12 +148,14 @@ class TakenApart:
     body: nn.Module
     """All layers and the final norm."""
     compile: bool
+    own_recurrence: bool
+    """Recurrent mixers are `GatedDelta` shells, or there are none."""
     by_document: bool = False
     """Recurrent mixers run document by document."""
 
     def run_by_document(self) -> None:
         """Keep documents apart where the kernels of a recurrent mixer do not."""
-        self.by_document = True
+        self.by_document, self.own_recurrence = True, False
         for layer in self.layers:
             layer.run_by_document()
 
@@ -172,18 +178,10 @@ def unknown_layer(layer: nn.Module) -> str | None:
     return None
 
 
-def fuse_gate_up(mlp: Any) -> nn.Module:
-    """One linear layer for both; the two that were there become views of it, so nothing is held twice."""
-    gate, up = mlp.gate_proj, mlp.up_proj
-    if isinstance(gate, Fp8Linear):
-        return Fp8Linear.joined(gate, up)
-    fused = nn.Linear(gate.in_features, 2 * gate.out_features, bias=gate.bias is not None, device="meta")
-    for name in ("weight", *(("bias",) if gate.bias is not None else ())):
-        both = torch.cat([getattr(gate, name).detach(), getattr(up, name).detach()])
-        setattr(fused, name, nn.Parameter(both, requires_grad=False))
-        for part, view in zip((gate, up), both.chunk(2), strict=True):
-            setattr(part, name, nn.Parameter(view, requires_grad=False))
-    return fused
+def rows_keep_documents_apart(layers: Sequence[nn.Module]) -> bool:
+    """Whether shells of these layers do, with no more than flash-linear-attention: the recurrent ones are all known."""
+    recurrent = [layer._modules["linear_attn"] for layer in layers if "linear_attn" in layer._modules]
+    return not any(map(unknown_layer, layers)) and not any(map(unknown_recurrence, recurrent))
 
 
 def with_tokenwise_norms(mixer: nn.Module, tokenwise: Tokenwise) -> nn.Module:

@@ -16,6 +16,7 @@ from trainer.config import HUB_NAME, TargetConfig
 from trainer.model.document_attention import register
 from trainer.model.kernels import slow_kernel_reason
 from trainer.model.target_fp8 import eight_bit_parameters
+from trainer.model.target_layers import rows_keep_documents_apart
 
 TINY = Path(__file__).resolve().parent.parent / "assets" / "tiny"
 
@@ -101,7 +102,8 @@ def stored_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"target.path {config.path!r} does not load: {error}") from error
-    _refuse_slow_kernels(config, model.config.get_text_config(), device)
+    known = rows_keep_documents_apart(decoder_layers(model))
+    _refuse_slow_kernels(config, model.config.get_text_config(), device, known=known)
     return model, tokenizer
 
 
@@ -147,7 +149,7 @@ def random_model(config: TargetConfig, device: torch.device) -> tuple[Any, Any]:
         plain = {"rope_type": "default", "rope_theta": DENSE_ROPE_THETA}
         shape = Qwen3Config(**SHAPES[name], rope_parameters=plain, tie_word_embeddings=False)
         build = Qwen3ForCausalLM._from_config
-    _refuse_slow_kernels(config, shape, device)
+    _refuse_slow_kernels(config, shape, device, known=True)  # before a weight is made; a test looks at the layers
     # Built on the device itself: 27B parameters never pass through host memory.
     with torch.device(device):
         model: Any = build(shape, dtype=getattr(torch, config.dtype), attn_implementation=register())
@@ -180,10 +182,12 @@ def weigh(config: TargetConfig) -> TargetFacts:
     )
 
 
-def _refuse_slow_kernels(config: TargetConfig, text_config: Any, device: torch.device) -> None:
+def _refuse_slow_kernels(config: TargetConfig, text_config: Any, device: torch.device, *, known: bool) -> None:
+    """`known`: rows run in gated_delta.py, unless documents are asked for, which run transformers' own forward."""
     if config.allow_slow_kernels:
         return
-    reason = slow_kernel_reason(getattr(text_config, "layer_types", None) or (), device)
+    layer_types = getattr(text_config, "layer_types", None) or ()
+    reason = slow_kernel_reason(layer_types, device, own_convolution=known and config.packing != "documents")
     if reason is not None:
         raise TargetError(f"target.path {config.path!r}: {reason}")
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from trainer.config import TargetConfig
-from trainer.model.target_layers import TakenApart, TrunkLayer, unknown_layer
+from trainer.model.target_layers import TakenApart, TrunkLayer, rows_keep_documents_apart, unknown_layer
 from trainer.model.target_models import TargetError, capture_outputs, decoder_layers, is_hybrid, make_body
 from trainer.model.targets import Target
 
@@ -21,8 +21,9 @@ def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "docu
     needs_row = config.packing == "row" or config.compile
     if config.packing == "documents" or (target.device.type == "cpu" and not needs_row):
         return "documents"
-    if config.compile:
-        target.apart = take_apart(target, compile=True)
+    known = is_hybrid(target.model) and rows_keep_documents_apart(decoder_layers(target.model))
+    if config.compile or known:
+        target.apart = take_apart(target, compile=config.compile)
     leak = packing_leak(target)
     if leak is not None and needs_row and is_hybrid(target.model):
         apart = target.apart = target.apart or take_apart(target, compile=False)
@@ -46,16 +47,27 @@ def packing_leak(target: Target) -> str | None:
     ids_T = torch.randint(0, target.vocab_size, (sum(lengths),), generator=generator)
     positions_T = torch.cat([torch.arange(n) for n in lengths])
     bounds = [0, *itertools.accumulate(lengths)]
+    others_T = torch.cat([(ids_T[: lengths[0]] + 1) % target.vocab_size, ids_T[lengths[0] :]])
     alone_TKH = torch.cat([target.document_states(ids_T[a:b]) for a, b in itertools.pairwise(bounds)]).float()
     try:
         row_TKH = target.row_states(ids_T, positions_T, bounds).float()
+        beside_TKH = target.row_states(others_T, positions_T, bounds).float()
     except (ValueError, TypeError, RuntimeError) as error:
         return f"one forward over several documents is refused: {error}"
-    # Different tile shapes round differently; a leak is of the size of the states themselves.
-    tolerance = 1e-4 if target.dtype == torch.float32 and not target.fp8 else 5e-2
-    error_T = (row_TKH - alone_TKH).norm(dim=1) / alone_TKH.norm(dim=1).clamp(min=1e-6)
-    worst = float(error_T.max())
-    return None if worst <= tolerance else f"states differ by {worst:.1%} from the documents alone"
+    exact = target.dtype == torch.float32 and not target.fp8
+    # Other tile shapes and other places to round make single tokens differ by 8 % in bf16 and by 38 % in 8 bits (the
+    # shipped target, random tokens); a row that ignores its bounds differs by more than its states' own size.
+    worst = _worst_error(row_TKH, alone_TKH)
+    if worst > (1e-4 if exact else 0.5):
+        return f"states differ by {worst:.1%} from the documents alone"
+    # The same kernels on the same shapes: here nothing at all differs, and the smallest leak, of a recurrent state
+    # alone, is 28 %.
+    worst = _worst_error(beside_TKH[lengths[0] :], row_TKH[lengths[0] :])
+    return None if worst <= 1e-2 else f"states differ by {worst:.1%} beside another document"
+
+
+def _worst_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-6)).max())
 
 
 def take_apart(target: Target, *, compile: bool) -> TakenApart:
@@ -68,11 +80,13 @@ def take_apart(target: Target, *, compile: bool) -> TakenApart:
                 "norm, attention or GatedDeltaNet, a norm and a gated MLP; leave target.compile off and set "
                 "target.packing=documents"
             )
-    shells = [TrunkLayer(layer, target.tokenwise) for layer in layers]
+    own = rows_keep_documents_apart(layers)
+    shells = [TrunkLayer(layer, target.tokenwise, own_recurrence=own) for layer in layers]
     capture_outputs(shells, target.layer_ids, target._captured)
     return TakenApart(
         layers=shells,
         trunk=make_body(target.model, shells[: target.layer_ids[-1] + 1], norm=False),
         body=make_body(target.model, shells, norm=True),
         compile=compile,
+        own_recurrence=own,
     )

@@ -7,9 +7,10 @@ norm: transformers' `hidden_states[id + 1]`. The forward runs on a trunk that en
 layer; it shares the layers with the whole model and skips final norm, head and cache.
 
 Documents of a packed row must not see each other. Run one by one they cannot. In one forward they do not
-either where every mixer takes their bounds: attention here is our own (document_attention.py), GatedDeltaNet
-needs both flash-linear-attention and causal-conv1d, or runs document by document inside the row's forward. Whether
-a model keeps documents apart is tried out when it is loaded, never assumed.
+either where every mixer takes their bounds: attention here is our own (document_attention.py), and so is
+GatedDeltaNet of the known make, around flash-linear-attention's recurrence (gated_delta.py). Any other needs
+causal-conv1d as well, or runs document by document inside the row's forward. Whether a model keeps documents apart
+is tried out when it is loaded, never assumed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer.config import DrafterConfig
 from trainer.data.batch import PackedBatch
 from trainer.model.document_attention import document_bounds
 from trainer.model.drafter import DrafterShape
+from trainer.model.gated_delta import RowBounds, recurrent_row
 from trainer.model.target_layers import TakenApart
 from trainer.model.target_models import Captured, TargetError, is_hybrid, text_body
 from trainer.model.tokenwise import Tokenwise
@@ -117,7 +119,9 @@ class Target:
         """Captured states [T, K*H] of documents [bounds[i], bounds[i+1]) in one forward, which must cover all T."""
         apart = self.apart
         kwargs: dict[str, Any] = {}
-        if is_hybrid(self.model) and not (apart and apart.by_document):
+        own = apart is not None and apart.own_recurrence and is_hybrid(self.model)
+        recurrent = RowBounds.of(bounds, self._upload) if own else None
+        if is_hybrid(self.model) and not own and not (apart and apart.by_document):
             lengths = torch.tensor([b - a for a, b in itertools.pairwise(bounds)])
             cu_seqlens = self._upload(torch.tensor(bounds, dtype=torch.int32))
             seq_idx = torch.repeat_interleave(torch.arange(lengths.numel(), dtype=torch.int32), lengths)
@@ -133,7 +137,7 @@ class Target:
         body = text_body(self.model) if final else self._trunk
         if apart is not None:
             body = apart.body if final else apart.trunk
-        with document_bounds(bounds), self.tokenwise.row(rows):
+        with document_bounds(bounds), recurrent_row(recurrent), self.tokenwise.row(rows):
             self._run(
                 body,
                 out,

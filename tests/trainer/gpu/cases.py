@@ -717,6 +717,10 @@ def compiled_target_rows_in_8_bits() -> None:
     target_cases.compiled_rows(DEVICE, fp8=True)
 
 
+def hybrid_target_rows() -> None:
+    target_cases.hybrid_rows(DEVICE)
+
+
 def target_rows_never_wait_for_the_device() -> None:
     target_cases.rows_never_wait(DEVICE)
 

@@ -20,6 +20,7 @@ ON_ONE_DEVICE = [
     "a_stage_is_timed_by_its_device",
     "compiled_target_rows",
     "compiled_target_rows_in_8_bits",
+    "hybrid_target_rows",
     "target_rows_never_wait_for_the_device",
     "step_options_equal_the_plain_step",
 ]
@@ -35,6 +36,7 @@ ON_CPU = [
     "replicas_by_peer_copies",
     "compiled_target_rows",
     "compiled_target_rows_in_8_bits",
+    "hybrid_target_rows",
     "step_options_equal_the_plain_step",
 ]
 """Those of the lists above whose logic runs without a GPU too: `cases.py NAME cpu,cpu`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,10 @@ def _worst_error(found: torch.Tensor, expected: torch.Tensor, layers: int) -> fl
 
 
 def compiled_rows(device: str, *, fp8: bool) -> None:
-    """The shipped hybrid and a dense model: one graph for all layers, none for other documents, the plain states."""
+    """The shipped hybrid and a dense model: one graph for all layers, none for other documents, the plain states.
+
+    Those are transformers' own, of each document alone. The hybrid runs its rows in one forward, without causal-conv1d.
+    """
     dtype = "float32" if device == "cpu" else "bfloat16"
     with tempfile.TemporaryDirectory() as folder, torch_setup.thread_rules("target", device):
         dense = str(other_target("qwen3", Path(folder), hidden_size=128, head_dim=32, intermediate_size=256))
@@ -41,6 +45,8 @@ def compiled_rows(device: str, *, fp8: bool) -> None:
             common = TargetConfig(path=path, dtype=dtype, num_features=3, allow_slow_kernels=True)  # type: ignore[arg-type]  # a Literal
             plain = load_target(replace(common, packing="documents"), device)
             target = load_target(replace(common, compile=True, fp8=fp8), device)
+            assert target.apart is not None
+            assert target.apart.own_recurrence
             target.fix_row_length(TOKENS)
             before = torch_setup.compile_counts()
             target.warm_up()
@@ -58,17 +64,45 @@ def compiled_rows(device: str, *, fp8: bool) -> None:
             assert graphs <= 8
 
 
+def hybrid_rows(device: str) -> None:
+    """A hybrid's packed rows, uncompiled, against transformers' own forward of each document alone.
+
+    Its recurrence is flash-linear-attention's where that is installed. Documents shorter than the convolution, around
+    a chunk, and longer; alone in their row, and together.
+    """
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    with torch_setup.thread_rules("target", device):
+        common = TargetConfig(dtype=dtype, num_features=3, allow_slow_kernels=True)  # type: ignore[arg-type]  # a Literal
+        plain = load_target(replace(common, packing="documents"), device)
+        target = load_target(replace(common, packing="row"), device)
+        assert target.apart is not None
+        assert target.apart.own_recurrence
+        print("recurrence", target.apart.layers[0].mixer._rule)
+        for lengths in ([200], [1, 2, 3, 4, 5], [63, 64, 65], [130, 1, 70, 3]):
+            bounds = [0, *itertools.accumulate(lengths)]
+            generator = torch.Generator().manual_seed(sum(lengths))
+            ids = torch.randint(0, target.vocab_size, (bounds[-1],), generator=generator)
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            found = target.row_states(ids, positions, bounds)
+            expected = torch.cat([plain.document_states(ids[a:b]) for a, b in itertools.pairwise(bounds)])
+            error = _worst_error(found, expected, 3)
+            print(lengths, "error", error)
+            assert error < (1e-5 if device == "cpu" else ROUNDING)
+
+
 def rows_never_wait(device: str) -> None:
-    """A dense target's row is queued without one wait; flash-linear-attention reads a hybrid's bounds on the host."""
+    """A row is queued without one wait, a dense target's and a hybrid's."""
     with tempfile.TemporaryDirectory() as folder, torch_setup.thread_rules("target", device):
-        path = str(other_target("qwen3", Path(folder)))
-        target = load_target(TargetConfig(path=path, num_features=3, packing="row"), device)
-        packed = _row(target, *TEXTS)
-        expected = target.hidden_states(packed).clone()  # pinned memory is allocated here, which may wait
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = target.hidden_states(packed)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(found, expected)
+        for path in (str(other_target("qwen3", Path(folder))), "tiny"):
+            target = load_target(
+                TargetConfig(path=path, num_features=3, packing="row", allow_slow_kernels=True), device
+            )
+            packed = _row(target, *TEXTS)
+            expected = target.hidden_states(packed).clone()  # pinned memory is allocated here, which may wait
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = target.hidden_states(packed)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert torch.equal(found, expected)
