@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trainer.config import TrainConfig, to_dict
-from trainer.tensor_tree import copy, join, map_tensors, split, tensors_of
+from trainer.tensor_tree import copy, join, split, tensors_of
 
 FORMAT = 1
 MODEL = "model.safetensors"
@@ -91,8 +91,8 @@ class Newest:
 
 
 def copy_to_cpu(progress: Progress, weights: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> Snapshot:
-    """Copy, so that the next step cannot change what is being written."""
-    return Snapshot(progress, {key: copy(value) for key, value in weights.items()}, map_tensors(optimizer, copy))
+    """Copy, so that the next step cannot change what is being written; `state_dict` made its copies itself."""
+    return Snapshot(progress, {key: copy(value) for key, value in weights.items()}, optimizer)
 
 
 class CheckpointStore:

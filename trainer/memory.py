@@ -1,7 +1,8 @@
 """Does the run fit its GPUs? Asked before anything is loaded, answered by role and device.
 
 The estimate is arithmetic on shapes, and was checked against a measurement: a 27B-shape drafter step with 4 x 4096
-tokens and 2,048 blocks of 16 peaked at 70.5 GB with two spare batches of 0.84 GB (docs/benchmarks.md); this says 67.9.
+tokens and 2,048 blocks of 16 peaked at 70.5 GB with two spare batches of 0.84 GB (docs/benchmarks.md); this said 67.9.
+The master weights have become 3.5 GB smaller since (`trainer.halves`).
 
 Shape legend: P drafter parameters, T context tokens, N block slots, B block size, Q = N * B, K captured layers, H
 hidden size, V vocabulary, F intermediate size.
@@ -125,8 +126,8 @@ def _exchange_bytes(config: TrainConfig, facts: TargetFacts) -> int:
 def _drafter_bytes(config: TrainConfig, facts: TargetFacts, shares_target: bool) -> int:
     width, hidden = _width(config), facts.hidden_size
     parameters = drafter_parameters(config, facts)
-    masters = 12 * parameters  # fp32 master weight and two moments
-    weights = (0 if width == 4 else width * parameters) + width * parameters  # working copy and gradient
+    masters = 12 * parameters  # fp32 master weight, half of which is the bf16 working weight, and two moments
+    gradients = width * parameters
     wide_sum = 4 * parameters if config.optim.micro_steps > 1 and width == 2 else 0
     table = facts.vocab_size * hidden * width
     own_head = not config.step.fp8 or config.loss.labels != "tokens"
@@ -134,7 +135,7 @@ def _drafter_bytes(config: TrainConfig, facts: TargetFacts, shares_target: bool)
     if config.step.fp8:
         ends += 2 * facts.vocab_size * hidden  # the head by rows and by columns, a byte a number
     inputs = config.data.token_budget * facts.features * hidden * width
-    held = masters + weights + wide_sum + ends + inputs
+    held = masters + gradients + wide_sum + ends + inputs
     return held + kept_for_backward(config, facts) + max(_loss_bytes(config, facts), _backward_bytes(config, facts))
 
 

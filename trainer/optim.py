@@ -12,7 +12,7 @@ Shape legend: P elements of the flat buffer (all parameters, each padded to a mu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from trainer.config import OptimConfig
+from trainer.halves import joined, split
 
 ALIGN = 64
 """Every parameter starts at a multiple of this many elements: 128 bytes in bf16, what vector loads and TMA want."""
@@ -98,7 +99,7 @@ def schedule(step: torch.Tensor, config: OptimConfig, total_steps: int) -> torch
 
 def adamw_update(
     weights_P: torch.Tensor,
-    master_P: torch.Tensor,
+    rest_P: torch.Tensor | None,
     mean_P: torch.Tensor,
     square_P: torch.Tensor,
     grads_P: torch.Tensor,
@@ -109,27 +110,52 @@ def adamw_update(
 ) -> None:
     """One element-wise pass: read the gradient, write both moments, the master weight and the working weight.
 
-    `scalars` is fp32 [6]: gradient scale, weight decay factor, lr / (1 - beta1^t), 1 / (1 - beta2^t), and whether to
-    update at all (1) or to write back what was there (0); the last is spare. Without the update nothing changes,
-    not even by a NaN gradient.
+    `weights_P` is the fp32 master itself, or with `rest_P` the bit patterns of the bf16 working weights (int16) and
+    what is missing from them: see `trainer.halves`; the sign of `square_P` then holds the last bit. `scalars` is fp32
+    [6]: gradient scale, weight decay factor, lr / (1 - beta1^t), 1 / (1 - beta2^t), and whether to update at all (1)
+    or to write back what was there (0); the last is spare. Without the update nothing changes, not even by a NaN
+    gradient.
     """
     scale, decay, rate, unbias, update = (scalars[i] for i in range(5))
+    old_square, old_master = (square_P, weights_P) if rest_P is None else _whole(weights_P, rest_P, square_P)
     grad = grads_P.float() * scale
     mean = beta1 * mean_P + (1 - beta1) * grad
-    square = beta2 * square_P + (1 - beta2) * grad * grad
-    master = master_P * decay - rate * mean / (torch.sqrt(square * unbias) + eps)
+    square = beta2 * old_square + (1 - beta2) * grad * grad
+    master = old_master * decay - rate * mean / (torch.sqrt(square * unbias) + eps)
     go = update > 0
     mean_P.copy_(torch.where(go, mean, mean_P))
-    square_P.copy_(torch.where(go, square, square_P))
-    new_master = torch.where(go, master, master_P)
-    master_P.copy_(new_master)
-    weights_P.copy_(new_master)
+    square, master = torch.where(go, square, old_square), torch.where(go, master, old_master)
+    if rest_P is None:
+        square_P.copy_(square)
+        weights_P.copy_(master)
+    else:
+        _store(master, square, weights_P, rest_P, square_P)
+
+
+def _whole(weights: torch.Tensor, rest: torch.Tensor, square: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(second moment, master weight), fp32, from how they are held."""
+    bits = square.view(torch.int32)
+    master = joined(weights, rest, (bits >> 31) & 1)
+    return (bits & 0x7FFFFFFF).view(torch.float32), master.view(torch.float32)
+
+
+def _store(
+    master: torch.Tensor, square: torch.Tensor, weights: torch.Tensor, rest: torch.Tensor, into_square: torch.Tensor
+) -> None:
+    """The inverse of `_whole`, into the last three."""
+    working, low, kept = split(master.view(torch.int32))
+    weights.copy_(working)
+    rest.copy_(low)
+    # As bits: a code generator may take -x for 0 - x, and then zero has no sign.
+    into_square.copy_((square.view(torch.int32) | (kept << 31)).view(torch.float32))
 
 
 class FlatAdamW:
     """Master weights, moments and step count of one drafter, and the update of all of them.
 
-    `weights_P` (working precision) and `grads_P` belong to the caller and share the layout.
+    `weights_P` (working precision) and `grads_P` belong to the caller and share the layout. `master_P` is the fp32
+    weights to start from. It is `weights_P` itself where that is the working precision; where it is bf16, only what
+    `weights_P` lacks of it is kept, 2 bytes a weight.
     """
 
     def __init__(
@@ -143,9 +169,11 @@ class FlatAdamW:
         self.config = config
         self.total_steps = total_steps
         self.weights_P = weights_P
-        self.master_P = master_P
         self.mean_P = torch.zeros_like(master_P)
-        self.square_P = torch.zeros_like(master_P)
+        self._square_P = torch.zeros_like(master_P)
+        self._rest_P = None if weights_P is master_P else torch.zeros_like(weights_P, dtype=torch.int16)
+        if self._rest_P is not None:
+            self._take_over(master_P, None)
         device = master_P.device
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.enabled = torch.ones((), dtype=torch.bool, device=device)
@@ -179,38 +207,35 @@ class FlatAdamW:
             update,
         )
         self.scalars.copy_(torch.stack([x.to(torch.float32) for x in values]))
+        constants = (self.scalars, beta1, beta2, config.eps)
         if self._compiled is not None:
-            self._compiled(
-                self.weights_P,
-                self.master_P,
-                self.mean_P,
-                self.square_P,
-                grads_P,
-                self.scalars,
-                beta1,
-                beta2,
-                config.eps,
-            )
+            self._compiled(*self._buffers(), grads_P, *constants)
         else:
-            buffers = (self.weights_P, self.master_P, self.mean_P, self.square_P, grads_P)
-            for low in range(0, self.master_P.numel(), CHUNK):
-                weights, master, mean, square, grads = (x[low : low + CHUNK] for x in buffers)
-                adamw_update(weights, master, mean, square, grads, self.scalars, beta1, beta2, config.eps)
+            for chunk in self._chunks():
+                adamw_update(*self._buffers(chunk), grads_P[chunk], *constants)
         self.step.add_(update)
         return norm, lr.to(torch.float32), update
 
+    def fingerprint(self) -> int:
+        """The sum of the master weights' bit patterns; waits for the device."""
+        total = torch.zeros((), dtype=torch.int64, device=self.weights_P.device)
+        for chunk in self._chunks():
+            total += self._whole(chunk)[1].view(torch.int32).sum(dtype=torch.int64)
+        return int(total)
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a bit-exact resume needs."""
-        return {
-            "master": self.master_P.detach().clone(),
-            "mean": self.mean_P.clone(),
-            "square": self.square_P.clone(),
-            "step": self.step.clone(),
-        }
+        """Everything that a bit-exact resume needs: copies in host memory, the device has no room for them to spare."""
+        master, square = (torch.empty(self.weights_P.shape, dtype=torch.float32) for _ in range(2))
+        for chunk in self._chunks():
+            found = self._whole(chunk)
+            square[chunk].copy_(found[0])
+            master[chunk].copy_(found[1])
+        mean, step = (x.to("cpu", copy=True) for x in (self.mean_P, self.step))
+        return {"master": master, "mean": mean, "square": square, "step": step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state, in place: no buffer changes its address."""
-        pairs = (("master", self.master_P), ("mean", self.mean_P), ("square", self.square_P), ("step", self.step))
+        pairs = (("master", self.weights_P), ("mean", self.mean_P), ("square", self._square_P), ("step", self.step))
         for name, mine in pairs:
             if state[name].shape != mine.shape:
                 raise ValueError(
@@ -218,6 +243,33 @@ class FlatAdamW:
                     f"{tuple(mine.shape)}: it was written with another drafter configuration"
                 )
         with torch.no_grad():
-            for name, mine in pairs:
-                mine.copy_(state[name])
-            self.weights_P.copy_(self.master_P)
+            self.mean_P.copy_(state["mean"])
+            self.step.copy_(state["step"])
+            self._take_over(state["master"], state["square"])
+
+    def _take_over(self, master_P: torch.Tensor, square_P: torch.Tensor | None) -> None:
+        """Hold these; no second moment: zero."""
+        for chunk in self._chunks():
+            weights, rest, _, square = self._buffers(chunk)
+            new_square = torch.zeros_like(square) if square_P is None else square_P[chunk].to(square.device)
+            if rest is None:
+                weights.copy_(master_P[chunk])
+                square.copy_(new_square)
+            else:
+                _store(master_P[chunk].to(square.device), new_square, weights, rest, square)
+
+    def _whole(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, rest, _, square = self._buffers(chunk)
+        return (square, weights) if rest is None else _whole(weights, rest, square)
+
+    def _buffers(
+        self, chunk: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """What `adamw_update` works on, from its `weights_P` to its `square_P`."""
+        if self._rest_P is None:
+            return self.weights_P[chunk], None, self.mean_P[chunk], self._square_P[chunk]
+        weights = self.weights_P.view(torch.int16)
+        return weights[chunk], self._rest_P[chunk], self.mean_P[chunk], self._square_P[chunk]
+
+    def _chunks(self) -> Iterator[slice]:
+        return (slice(low, low + CHUNK) for low in range(0, self.weights_P.numel(), CHUNK))

@@ -317,10 +317,10 @@ class TrainStep:
 
     def fingerprint(self) -> int:
         """The sum of the master weights' bit patterns; waits for the device. One pass over them, no copy."""
-        return int(self.optimizer.master_P.view(torch.int32).sum(dtype=torch.int64))
+        return self.optimizer.fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a bit-exact resume of this drafter needs."""
+        """Everything that a bit-exact resume of this drafter needs, copied to host memory."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,17 +11,6 @@ import torch
 def copy(tensor: torch.Tensor) -> torch.Tensor:
     """An independent contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure with `function` applied to every tensor."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [map_tensors(item, function) for item in value]
-    return value
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -30,9 +30,11 @@ def test_the_drafter_of_a_27b_target_has_1_73_billion_parameters() -> None:
 
 
 def test_a_drafters_need_is_what_was_measured() -> None:
-    """70.5 GB at 4 x 4096 tokens on an H200, two spare batches of 0.84 GB among them (docs/benchmarks.md)."""
+    """70.5 GB at 4 x 4096 tokens on an H200, two spare batches of 0.84 GB among them (docs/benchmarks.md), and 3.46 GB
+    of master weights that the working weights hold too.
+    """
     found = {need.role: need.bytes for need in needs(config(("cuda:0",), ("cuda:1",), ()), FACTS_27B)}
-    assert found["drafter0 on cuda:1"] / 1e9 == pytest.approx(70.5 - 1.7, rel=0.03)
+    assert found["drafter0 on cuda:1"] / 1e9 == pytest.approx(70.5 - 1.7 - 3.46, rel=0.03)
     assert found["target on cuda:0"] / 1e9 == pytest.approx(55, rel=0.05)
 
 

@@ -208,7 +208,7 @@ class TestEquality:
             made = real.step(rank)
             assert isinstance(made, TrainStep)
             if rank == 1:
-                made.optimizer.master_P.view(torch.int32)[5] ^= 1
+                made.optimizer.weights_P.view(torch.int32)[5] ^= 1
             return made
 
         code, _ = run_small(config, tmp_path, parts=replace(real, step=flipped))

@@ -28,10 +28,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention 
 from tests.trainer.gpu import target_cases  # noqa: E402
 from tests.trainer.small_step import FEATURES, make_batch, make_config  # noqa: E402
 from trainer.collectives import How  # noqa: E402
-from trainer.config import StepConfig, TrainConfig  # noqa: E402
+from trainer.config import OptimConfig, StepConfig, TrainConfig  # noqa: E402
 from trainer.data.batch import HiddenBatch  # noqa: E402
 from trainer.model.attention import FlexAttention, layer_layouts  # noqa: E402
 from trainer.model.drafter import Drafter, DrafterShape  # noqa: E402
+from trainer.optim import FlatAdamW, adamw_update  # noqa: E402
 from trainer.reduce import InProcessExchange  # noqa: E402
 from trainer.scope import Scope  # noqa: E402
 from trainer.stages.clock import StageClock, StageTimes  # noqa: E402
@@ -281,6 +282,28 @@ def step_options_equal_the_plain_step() -> None:
             assert mine.updated
             assert abs(mine.loss - plain.loss) < tolerance * plain.loss
             assert abs(mine.grad_norm - plain.grad_norm) < 4 * tolerance * plain.grad_norm
+
+
+def masters_in_halves_equal_plain_ones() -> None:
+    """The compiled update on the device: masters in two halves against plain ones, bit for bit, ties among them."""
+    elements, steps = (20_011, 20) if DEVICE == "cpu" else (4_000_011, 60)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    masters = torch.randn(elements, generator=generator, device=DEVICE) * 0.05
+    ties = (torch.arange(-4096, 4096, device=DEVICE, dtype=torch.int32) << 19) + (1 << 15)
+    masters[: ties.numel()] = torch.nan_to_num(ties.view(torch.float32), 1.0)
+    config = OptimConfig(lr=3e-3, weight_decay=0.1)
+    update = torch.compile(adamw_update, fullgraph=True, dynamic=False)
+    mine = FlatAdamW(config, steps, masters.to(torch.bfloat16), masters.clone(), lambda _: update)
+    plain = FlatAdamW(config, steps, masters, masters, lambda _: update)
+    for step in range(steps):
+        gradient = torch.randn(elements, generator=generator, device=DEVICE)
+        gradient[: elements // 2 if step % 2 else 4096] = 0.0
+        for optimizer in (mine, plain):
+            optimizer.apply(gradient.to(torch.bfloat16), torch.tensor(4.0 if step % 7 else 0.0, device=DEVICE))
+        assert torch.equal(mine.weights_P, masters.to(torch.bfloat16)), step
+    assert mine.fingerprint() == plain.fingerprint()
+    found, want = mine.state_dict(), plain.state_dict()
+    assert all(torch.equal(found[name], want[name]) for name in want)
 
 
 def flex_equals_the_oracle() -> None:

@@ -23,6 +23,7 @@ ON_ONE_DEVICE = [
     "hybrid_target_rows",
     "target_rows_never_wait_for_the_device",
     "step_options_equal_the_plain_step",
+    "masters_in_halves_equal_plain_ones",
 ]
 OVER_DEVICES = [
     "hidden_states_cross_devices",
@@ -38,5 +39,6 @@ ON_CPU = [
     "compiled_target_rows_in_8_bits",
     "hybrid_target_rows",
     "step_options_equal_the_plain_step",
+    "masters_in_halves_equal_plain_ones",
 ]
 """Those of the lists above whose logic runs without a GPU too: `cases.py NAME cpu,cpu`."""
