@@ -122,6 +122,7 @@ def saved_tensors(
             attend,
             fp8.linear if in_8_bits else torch.nn.functional.linear,
             recompute_mlps,
+            recompute == "elementwise",
         )
     return dict(kept)
 

@@ -231,7 +231,7 @@ class StepConfig:
     fp8: bool = False
     """The drafter's matrix products and the frozen head in 8 bits (e4m3, one scale a row), forward and backward."""
     recompute: Literal["none", "elementwise"] = "none"
-    """What a compiled backward may compute again to hold less: `elementwise`, norms and SwiGLU, but no product."""
+    """What a compiled backward computes again to hold less: `elementwise`, norms, SwiGLU, rotations, but no product."""
     recompute_mlps: int = 0
     """In how many layers, from the first, backward also repeats the gate and up product: memory for FLOPs."""
 

@@ -46,6 +46,7 @@ def recomputing(what: str) -> AbstractContextManager[None]:
 
     Left alone, the partitioner keeps what a product of backward reads (norms, SwiGLU's result), since it has to exist
     there anyway. `elementwise` lets it be made again from what is kept besides: less memory, one more elementwise pass.
+    What attention reads takes a checkpoint besides, in `Attention`: the partitioner does not repeat a concatenation.
     """
     if what == "none":
         return nullcontext()

@@ -145,8 +145,10 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
     rows, context = config.data.block_slots * drafter.block_size, config.data.token_budget
     heads, kv_heads = drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
     again = _elementwise_again(config)
-    # Projected q, k, v; rotated q; attention's output; keys and values; the context's projections.
-    attention = rows * (3 * heads + 4 * kv_heads) + context * 4 * kv_heads
+    # Attention's output and the projections of block and context; what attention reads, unless that is made anew.
+    attention = rows * (2 * heads + 2 * kv_heads) + context * 2 * kv_heads
+    if not (config.compile and step.recompute == "elementwise"):
+        attention += rows * (heads + 2 * kv_heads) + context * 2 * kv_heads
     streams = rows * (2 if again else 4) * hidden  # twice the residual stream, and what the norms made of it
     mlp = rows * (2 if again else 3) * drafter.intermediate_size  # gate, up and their product
     kept = drafter.num_layers * (attention + streams) + (drafter.num_layers - step.recompute_mlps) * mlp

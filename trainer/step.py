@@ -75,11 +75,11 @@ def drafter_forward(
     attend: Attend,
     product: Product = torch.nn.functional.linear,
     recompute_mlps: int = 0,
+    recompute_attended: bool = False,
 ) -> torch.Tensor:
     """The compiled region: the whole drafter. A function of its own, so that each device can have its own cache."""
-    out: torch.Tensor = drafter(
-        hidden_TKH, positions_T, block_embeds_QH, block_positions_Q, attend, product, recompute_mlps
-    )
+    again = recompute_mlps, recompute_attended
+    out: torch.Tensor = drafter(hidden_TKH, positions_T, block_embeds_QH, block_positions_Q, attend, product, *again)
     return out
 
 
@@ -141,6 +141,7 @@ class TrainStep:
             )
         check_options(config, self.drafter, self.device)
         self._product: Product = fp8.linear if config.step.fp8 else torch.nn.functional.linear
+        self._elementwise = use_compile and config.step.recompute == "elementwise"
         mode = "reduce-overhead" if config.graphs == "compiler" else None
         self._forward: Callable[..., torch.Tensor] = (
             compiled(drafter_forward, self.device, mode=mode, label=config.step.recompute)
@@ -224,6 +225,7 @@ class TrainStep:
                 self.attention,
                 self._product,
                 self.config.step.recompute_mlps,
+                self._elementwise,
             )
             # The first position of a block is given and has no weight: the head need not see it.
             drafted_QH = states_QH.view(*block_ids_NB.shape, -1)[:, 1:].flatten(0, 1)

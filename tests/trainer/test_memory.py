@@ -41,16 +41,16 @@ def test_a_drafters_need_is_what_was_measured() -> None:
 @pytest.mark.parametrize(
     ("step", "most"),
     [
-        (StepConfig(recompute="elementwise"), 60.0),
-        (StepConfig(recompute="elementwise", recompute_mlps=2), 57.5),
-        (StepConfig(fp8=True), 64.0),
-        (StepConfig(fp8=True, recompute_mlps=5), 55.0),
+        (StepConfig(recompute="elementwise"), 54.2),
+        (StepConfig(recompute="elementwise", recompute_mlps=2), 49.6),
+        (StepConfig(fp8=True), 60.0),
+        (StepConfig(fp8=True, recompute_mlps=5), 51.0),
     ],
 )
 def test_the_estimate_knows_what_the_steps_options_save(step: StepConfig, most: float) -> None:
     plain = config(("cuda:0",), ("cuda:1",), ())
     found = {need.role: need.bytes for need in needs(replace(plain, step=step), FACTS_27B)}
-    assert 50.0 < found["drafter0 on cuda:1"] / 1e9 < most
+    assert most - 2 < found["drafter0 on cuda:1"] / 1e9 < most
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,9 @@ def test_the_estimate_knows_what_the_steps_options_save(step: StepConfig, most: 
         StepConfig(),
         StepConfig(recompute="elementwise", recompute_mlps=1),
         StepConfig(fp8=True, recompute_mlps=2),
+        StepConfig(fp8=True, recompute="elementwise"),
     ],
-    ids=["plain", "recompute", "fp8"],
+    ids=["plain", "recompute", "fp8", "both"],
 )
 def test_what_backward_keeps_is_what_the_compilers_own_split_keeps(step: StepConfig) -> None:
     """The formula against a trace of the real drafter. Failed with SwiGLU's product left out of `none`, and with the

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,6 +101,14 @@ def rotate(x: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor) -> torch
     return (wide * cos_SD + torch.cat((-high, low), dim=-1) * sin_SD).to(x.dtype)
 
 
+def called(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
+    """`function(*arguments)`; if `recompute`, backward keeps nothing between the two and calls it again."""
+    if not recompute:
+        return function(*arguments)
+    # Nothing is drawn at random here, and saving a generator's state would wait for the device.
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
 class Attention(nn.Module):
     """Queries from the block; keys and values from [fused context ; block] through the same projections."""
 
@@ -140,15 +149,28 @@ class Attention(nn.Module):
         block_rope: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
         product: Product,
+        recompute: bool,
     ) -> torch.Tensor:
-        (q, block_k, block_v), (context_k, context_v) = self._project(block_QH, context_TH, product)
+        block, context = self._project(block_QH, context_TH, product)
+        made = called(self._attended, block, context, block_rope, context_rope, recompute=recompute)
+        mixed = attend(layer_index, *made)
+        return product(mixed.transpose(0, 1).reshape(block_QH.shape[0], -1), self.o_proj.weight)
+
+    def _attended(
+        self,
+        block: tuple[torch.Tensor, ...],
+        context: tuple[torch.Tensor, ...],
+        block_rope: tuple[torch.Tensor, torch.Tensor],
+        context_rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `attend` takes, from the projections: elementwise but for the norms' means over a head."""
+        (q, block_k, block_v), (context_k, context_v) = block, context
         queries = self.q_norm(self._heads(q)).transpose(0, 1)
         context_keys = self.k_norm(self._heads(context_k)).transpose(0, 1)
         block_keys = self.k_norm(self._heads(block_k)).transpose(0, 1)
         keys = torch.cat((rotate(context_keys, *context_rope), rotate(block_keys, *block_rope)), dim=1)
         values = torch.cat((context_v, block_v), dim=0)
-        mixed = attend(layer_index, rotate(queries, *block_rope), keys, self._heads(values).transpose(0, 1))
-        return product(mixed.transpose(0, 1).reshape(block_QH.shape[0], -1), self.o_proj.weight)
+        return rotate(queries, *block_rope), keys, self._heads(values).transpose(0, 1)
 
 
 class MLP(nn.Module):
@@ -191,14 +213,14 @@ class DrafterLayer(nn.Module):
         attend: Attend,
         product: Product,
         recompute_mlp: bool,
+        recompute_attended: bool,
     ) -> torch.Tensor:
         normed = self.input_layernorm(block_QH)
-        block_QH = block_QH + self.self_attn(layer_index, context_TH, normed, context_rope, block_rope, attend, product)
+        block_QH = block_QH + self.self_attn(
+            layer_index, context_TH, normed, context_rope, block_rope, attend, product, recompute_attended
+        )
         normed = self.post_attention_layernorm(block_QH)
-        if not recompute_mlp:
-            return block_QH + self.mlp(normed, product)  # type: ignore[no-any-return]
-        # Nothing is drawn at random here, and saving a generator's state would wait for the device.
-        return block_QH + checkpoint(self.mlp, normed, product, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return block_QH + called(self.mlp, normed, product, recompute=recompute_mlp)  # type: ignore[no-any-return]
 
 
 class Drafter(nn.Module):
@@ -264,16 +286,19 @@ class Drafter(nn.Module):
         attend: Attend,
         product: Product = nn.functional.linear,
         recompute_mlps: int = 0,
+        recompute_attended: bool = False,
     ) -> torch.Tensor:
         """Final-normed block states [Q, H], ready for the target's head.
 
         The first `recompute_mlps` layers keep nothing of their MLP for backward and run its products again there. The
-        first, because they come last in backward: by then the other layers have let go of theirs.
+        first, because they come last in backward: by then the other layers have let go of theirs. With
+        `recompute_attended`, backward makes rotated queries, keys and values anew from the projections, which it
+        has to have anyway.
         """
         context_TH = self.fuse(hidden_TKH, product)
         context_rope, block_rope = self.rotary(positions_T), self.rotary(block_positions_Q)
         block_QH = block_embeds_QH
         for index, layer in enumerate(self.layers):
-            again = index < recompute_mlps
-            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend, product, again)
+            again = index < recompute_mlps, recompute_attended
+            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend, product, *again)
         return self.norm(block_QH)  # type: ignore[no-any-return]
