@@ -1,4 +1,4 @@
-"""The cases of `cases.py` by what they need; apart, so that they can be listed without torch."""
+"""The cases that `cases.py` runs, by what they need; apart, so that they can be listed without torch."""
 
 ON_ONE_DEVICE = [
     "tables_in_a_graph_equal_tables_on_the_cpu",
