@@ -1,20 +1,25 @@
 """Master weights in two halves against fp32 master weights held plainly: every bit equal.
 
-Seen to fail: every test but the one over NaN with `kept` always 0; that one with NaN rounded like numbers.
+Seen to fail: with `kept` always 0, all but the tests over infinities and over steps; with NaN rounded like numbers, the
+test over NaN; with the second moment restored without its sign, the resume of a step.
 """
 
 from __future__ import annotations
 
+import gc
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from trainer.config import OptimConfig
+from tests.trainer.small_step import make_batch, make_config, make_drafter, make_ends
+from trainer.config import OptimConfig, TrainConfig
 from trainer.halves import joined, split
 from trainer.optim import FlatAdamW, adamw_update
+from trainer.step import TrainStep
 
 LOWER_EDGES = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
 # Zeros, denormals, the smallest and the largest numbers, odd and even ones, both infinities, of both signs.
@@ -34,7 +39,7 @@ def as_bits(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     ids=["every exponent and mantissa", "every lower half", "infinities"],
 )
 def test_every_number_is_its_bf16_rounding_and_comes_back(uppers: torch.Tensor, lowers: torch.Tensor) -> None:
-    """Torch's own cast says what the working weight is. All 2^32 patterns were gone through once; a minute."""
+    """Torch's own cast says what the working weight is. All 2^32 patterns were gone through once."""
     bits = as_bits(uppers, lowers)
     working, rest, kept = split(bits)
     assert torch.equal(working, bits.view(torch.float32).to(torch.bfloat16).view(torch.int16))
@@ -133,3 +138,41 @@ def test_compiled_it_is_one_pass_and_the_same_bits() -> None:
     assert torch.equal(mine.state_dict()["master"], starts)
     kernels = set(re.findall(r"cpp_fused_\w+", "".join(code)))
     assert len(kernels) == 1, kernels
+
+
+def bf16_step() -> tuple[TrainConfig, TrainStep]:
+    config = make_config()
+    config = replace(config, target=replace(config.target, dtype="bfloat16"))
+    return config, TrainStep(config, make_drafter(config), make_ends(), "cpu")
+
+
+def wide_buffers(total: int) -> set[int]:
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.float32]
+    return {x.data_ptr() for x in tensors if x.numel() == total}
+
+
+def test_a_step_in_bf16_holds_no_fp32_master() -> None:
+    """Of what a step keeps, only the moments are as large. Failed with the optimizer holding on to `master_P`."""
+    total = bf16_step()[1].layout.total
+    before = wide_buffers(total)
+    _, step = bf16_step()
+    assert len(wide_buffers(total) - before) == 2, step
+
+
+def test_a_step_in_bf16_resumes_bit_for_bit() -> None:
+    config, through = bf16_step()
+    _, resumed = bf16_step()
+    for index in range(6):
+        if index == 3:
+            resumed.load_state_dict(through.state_dict())
+        for step in (through, resumed) if index >= 3 else (through,):
+            step.load(make_batch(config, index))
+            step.accumulate()
+            step.apply()
+    assert through.fingerprint() == resumed.fingerprint()
+    state, other = through.state_dict(), resumed.state_dict()
+    assert all(torch.equal(state[name], other[name]) for name in state)
+    for name, weight in through.weights().items():
+        assert torch.equal(weight, resumed.weights()[name])
+        assert torch.equal(weight, through.layout.views(state["master"])[name].to(torch.bfloat16))
