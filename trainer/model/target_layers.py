@@ -3,8 +3,8 @@
 A decoder layer is a norm, a mixer (attention or GatedDeltaNet), and a second half in which every token is by itself:
 residual, norm, gated MLP, residual. Around the mixers transformers launches a dozen elementwise kernels a layer, in
 fp32 where it norms. Here the norms and the second half are one function each, compiled once for a device and shared by
-all layers of the same make. Attention stays as it is, with its own kernels; GatedDeltaNet of the known make is taken
-apart as well (gated_delta.py), any other stays as it is too.
+all layers of the same make. Mixers of a known make are taken apart as well (gated_delta.py, target_attention.py); any
+other stays as it is, with its own kernels.
 
 A compiled function has static shapes, so it runs where a row has the one length that was announced
 (tokenwise.py). Every other length (documents alone, decoding, trials) runs the same functions uncompiled.
@@ -26,6 +26,7 @@ from torch import nn
 
 from trainer.model.document_attention import current_bounds
 from trainer.model.gated_delta import GatedDelta, joined, unknown_recurrence
+from trainer.model.target_attention import Attention, known_attention
 from trainer.model.tokenwise import Tokenwise
 
 MIXERS = ("self_attn", "linear_attn")
@@ -116,10 +117,16 @@ class TrunkLayer(nn.Module):
         self.input_layernorm = layer.input_layernorm
         self.second = SecondHalf(layer)
         self._original = [getattr(layer, "linear_attn" if self.recurrent else "self_attn")]  # a list: not a child
-        own = self.recurrent and own_recurrence
-        make = GatedDelta if own else with_tokenwise_norms
-        self.mixer: nn.Module = make(self._original[0], tokenwise)
+        self.mixer = self._taken_apart(tokenwise, own_recurrence)
         self._tokenwise = tokenwise
+
+    def _taken_apart(self, tokenwise: Tokenwise, own_recurrence: bool) -> nn.Module:
+        mixer = self._original[0]
+        if self.recurrent and own_recurrence:
+            return GatedDelta(mixer, tokenwise)
+        if not self.recurrent and known_attention(mixer):
+            return Attention(mixer, tokenwise)
+        return with_tokenwise_norms(mixer, tokenwise)
 
     def run_by_document(self) -> None:
         """Run a recurrent mixer document by document, each at its own length."""
