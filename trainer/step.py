@@ -29,7 +29,7 @@ from trainer.model import fp8
 from trainer.model.anchors import labels_and_weights, predicting_rows
 from trainer.model.attention import layer_layouts, make_attention
 from trainer.model.drafter import Attend, Drafter, Product
-from trainer.model.head import Head, PlainHead, ScaledHead, fused_gradient_over_logits, scaled_gradient_of_logits
+from trainer.model.head import Head, PlainHead, ScaledHead
 from trainer.model.loss import Teacher, accept_lengths, block_loss, dpace, teacher_choices
 from trainer.optim import FlatAdamW, flatten_parameters
 from trainer.step_checks import check_options
@@ -162,12 +162,13 @@ class TrainStep:
         self._captured: CapturedStep | None = None
 
     def _make_head(self, head_VH: torch.Tensor, *, use_compile: bool) -> Head:
-        if not self.config.step.fp8:
-            return PlainHead(head_VH, compiled(fused_gradient_over_logits, self.device) if use_compile else None)
         if not use_compile:
-            return ScaledHead.of(head_VH)
-        quantise = compiled(fp8.quantise_rows, self.device)
-        return ScaledHead.of(head_VH, compiled(scaled_gradient_of_logits, self.device), quantise)
+            return ScaledHead.of(head_VH) if self.config.step.fp8 else PlainHead(head_VH)
+        from trainer.model import head_kernels  # Triton is there only where a GPU is
+
+        if not self.config.step.fp8:
+            return PlainHead(head_VH, head_kernels.row_pass)
+        return ScaledHead.of(head_VH, head_kernels.scaled_row_pass, compiled(fp8.quantise_rows, self.device))
 
     @property
     def captured(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 from tests.trainer.small_step import make_batch, make_config, make_drafter, make_ends
 from tests.trainer.test_loss import case, teacher_case
 from trainer.config import ConfigError, StepConfig, TrainConfig, to_dict
-from trainer.graphs import compiled
 from trainer.model import fp8
 from trainer.model.head import ScaledHead, scaled_gradient_of_logits
 from trainer.model.loss import block_loss, reference_block_loss
@@ -128,19 +127,6 @@ def test_a_head_quantised_in_parts_is_the_head_quantised_at_once(monkeypatch: py
     for one, other in ((parts.rows, whole.rows), (parts.columns, whole.columns)):
         assert torch.equal(fp8.dequantise(one), fp8.dequantise(other))
     assert parts.rows.values.shape == (64, 16)
-
-
-def test_the_compiled_row_pass_of_an_8_bit_head_equals_the_plain_one() -> None:
-    apply_torch_config()
-    hidden, head, labels, weights = case()
-    row_pass = compiled(scaled_gradient_of_logits, torch.device("cpu"))
-    quantise = compiled(fp8.quantise_rows, torch.device("cpu"))
-    fused = block_loss(hidden, ScaledHead.of(head, row_pass, quantise), labels, weights, 12)
-    plain = block_loss(hidden, ScaledHead.of(head), labels, weights, 12)
-    assert torch.allclose(fused.numerator, plain.numerator, rtol=1e-3)
-    (got,) = torch.autograd.grad(fused.numerator, hidden)
-    (want,) = torch.autograd.grad(plain.numerator, hidden)
-    assert relative(got, want) < 0.01
 
 
 def test_the_gradient_of_a_wide_softmax_fits_e4m3() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.graphs import compiled
-from trainer.model.head import PlainHead, fused_gradient_over_logits
 from trainer.model.loss import (
     Teacher,
     accept_lengths,
@@ -16,7 +14,6 @@ from trainer.model.loss import (
     reference_block_loss,
     teacher_choices,
 )
-from trainer.torch_setup import apply_torch_config
 
 ROWS, WIDTH, VOCAB = 24, 16, 50
 
@@ -46,23 +43,6 @@ def test_chunked_loss_equals_the_plain_one(chunk_rows: int) -> None:
     (got,) = torch.autograd.grad(fast.numerator / 3, hidden)
     (want,) = torch.autograd.grad(plain.numerator / 3, hidden)
     assert torch.allclose(got, want, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_row_pass_equals_the_plain_one(dtype: torch.dtype) -> None:
-    """Failed when the one-hot was compared with the row instead of the label."""
-    apply_torch_config()
-    row_pass = compiled(fused_gradient_over_logits, torch.device("cpu"))
-    hidden, head, labels, weights = case(dtype)
-    fused = block_loss(hidden, PlainHead(head, row_pass), labels, weights, 12)
-    plain = reference_block_loss(hidden, head, labels, weights)
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    assert torch.allclose(fused.numerator, plain.numerator, rtol=tolerance)
-    (got,) = torch.autograd.grad(fused.numerator, hidden)
-    (want,) = torch.autograd.grad(plain.numerator, hidden)
-    assert float((got - want).float().norm() / want.float().norm()) < tolerance
-    if dtype == torch.float32:
-        assert torch.equal(fused.hits_Q, plain.hits_Q)
 
 
 def test_bf16_stays_close_to_fp32() -> None:

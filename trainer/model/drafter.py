@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import DrafterConfig
+from trainer.model.swiglu import swiglu_down
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(layer_index, q_HQD [h,Q,D], k_HkD [k,S,D], v_HkD [k,S,D]) -> [h,Q,D]; keys are [context | blocks]."""
@@ -189,7 +190,10 @@ class MLP(nn.Module):
         if self.gate_up_CH is None:
             gate, up = product(x, self.gate_proj.weight), product(x, self.up_proj.weight)
         else:
-            gate, up = product(x, self.gate_up_CH).chunk(2, dim=1)
+            both = product(x, self.gate_up_CH)
+            if product is nn.functional.linear:
+                return swiglu_down(both, self.down_proj.weight)
+            gate, up = both.chunk(2, dim=1)
         return product(nn.functional.silu(gate) * up, self.down_proj.weight)
 
 

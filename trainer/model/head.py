@@ -51,7 +51,7 @@ class PlainHead:
 
     head_VH: torch.Tensor
     row_pass: RowPass | None = None
-    """A compiled `fused_gradient_over_logits`; None: `gradient_over_logits`."""
+    """`head_kernels.row_pass`; None: `gradient_over_logits`."""
 
     def losses(
         self,
@@ -84,7 +84,7 @@ class ScaledHead:
     """[H, V], one scale for each channel."""
     vocab_size: int
     row_pass: ScaledRowPass | None = None
-    """A compiled `scaled_gradient_of_logits`; None: the same uncompiled."""
+    """`head_kernels.scaled_row_pass`; None: `scaled_gradient_of_logits`."""
     quantise: Callable[[torch.Tensor], Scaled] = quantise_rows
     """`quantise_rows`, or the same compiled."""
 
@@ -155,43 +155,17 @@ def gradient_over_logits(
     return top_R, losses_R
 
 
-def _gradient_of_logits(
-    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(top-1 [R], CE fp32 [R], fp32 gradient [R,V]) to be compiled: fp32 arithmetic that never leaves the registers."""
-    wide_RV = logits_RV.float()
-    top_R = logits_RV.argmax(-1)
-    peak_R1 = wide_RV.amax(-1, keepdim=True)
-    total_R1 = (wide_RV - peak_R1).exp().sum(-1, keepdim=True)
-    gold_R1 = wide_RV.gather(-1, labels_R[:, None])
-    losses_R = (total_R1.log() + peak_R1 - gold_R1).squeeze(-1)
-    column_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    softmax_RV = (wide_RV - peak_R1).exp() / total_R1
-    return top_R, losses_R, (softmax_RV - (column_V == labels_R[:, None]).float()) * weights_R[:, None]
-
-
-def fused_gradient_over_logits(
-    logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row pass as it should be compiled: three reads of the logits, one write.
-
-    Uncompiled it would hold several fp32 copies of the logits.
-    """
-    top_R, losses_R, gradient_RV = _gradient_of_logits(logits_RV, labels_R, weights_R)
-    logits_RV.copy_(gradient_RV)
-    return top_R, losses_R
-
-
 def scaled_gradient_of_logits(
     logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Scaled]:
-    """The row pass of an 8-bit head, to be compiled: one more read for the largest gradient, half a write.
+    """The row pass of an 8-bit head as it runs without the kernel.
 
     e4m3 rather than e5m2, although a row spans from the label's -w down to a millionth of it: over a vocabulary of
     248,320 its error is the smaller one unless the softmax is nearly flat, and there both are far below the head's own
     (docs/benchmarks.md).
     """
-    top_R, losses_R, gradient_RV = _gradient_of_logits(logits_RV, labels_R, weights_R)
+    gradient_RV = logits_RV.to(torch.float32, copy=True)
+    top_R, losses_R = gradient_over_logits(gradient_RV, labels_R, weights_R)
     return top_R, losses_R, quantise_rows(gradient_RV)
 
 
