@@ -58,8 +58,8 @@ def test_a_row_that_was_not_written_and_wrong_states_end_the_measurement(
 ) -> None:
     rows = [equal_documents(target, 20, 2, 0)]
     plain = PlainForward(target, 2)
-    out = torch.empty(20, target.num_features * target.hidden_size)
-    assert max(compare(target, plain, rows, out).values()) < 1e-5
+    out, quiet = torch.empty(20, target.num_features * target.hidden_size), [0.0] * target.num_features
+    assert max(compare(target, plain, rows, out, quiet).values()) < 1e-5
     honest = target.hidden_states
 
     def lazy(packed: Any, out: torch.Tensor) -> torch.Tensor:
@@ -71,12 +71,16 @@ def test_a_row_that_was_not_written_and_wrong_states_end_the_measurement(
         out[3] *= 1.1
         return out
 
+    with pytest.raises(BenchError, match="differ from transformers"):
+        monkeypatch.setattr(target, "hidden_states", wrong)
+        compare(target, plain, rows, out, [0.001] * target.num_features)
+    compare(target, plain, rows, out, [1.0] * target.num_features)  # what rounding alone would do
     monkeypatch.setattr(target, "hidden_states", lazy)
     with pytest.raises(BenchError, match="never written"):
-        compare(target, plain, rows, out)
+        compare(target, plain, rows, out, quiet)
     monkeypatch.setattr(target, "hidden_states", wrong)
     with pytest.raises(BenchError, match="differ from transformers"):
-        compare(target, plain, rows, out)
+        compare(target, plain, rows, out, quiet)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it would run")

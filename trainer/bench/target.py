@@ -13,6 +13,7 @@ a token over all 64 layers.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from trainer.model.targets import Target
 TOKENS = {"27b": 8192, "8b": 8192, "tiny": 1024}
 """Tokens of one row where none are asked for."""
 INPUT_SETS = 3
+TOLERANCE = 5e-2
+"""Of bf16 states, relative; and twice what transformers' own differ by between two sizes of a batch, where that is more.
+Sixty layers of random weights amplify a rounding that far."""
 FP8_TOLERANCE = 0.5
 """8-bit states are off by what the result says; beyond this they are something else."""
 KINDS: Kinds = (
@@ -85,6 +89,8 @@ class TargetResult:
     plain_peak_gb: float
     relative_error: dict[str, float]
     """Of each captured layer's states, norm over norm, the worst input set."""
+    plain_noise: dict[str, float]
+    """The same between transformers' own states of a document in a batch of two sizes: what rounding alone does."""
     parts: dict[str, float] = field(default_factory=dict)
     """GPU milliseconds of one call by kind of kernel."""
     plain_parts: dict[str, float] = field(default_factory=dict)
@@ -136,7 +142,8 @@ def bench_target(
     def theirs(index: int) -> None:
         plain.run(rows[index % INPUT_SETS])
 
-    errors = compare(target, plain, rows, out)
+    noise = batch_noise(plain, rows[0])
+    errors = compare(target, plain, rows, out, noise)
     timing, plain_timing = time_alternately([ours, theirs], device, repeats=repeats)
     layers, all_layers = target.layer_ids[-1] + 1, target.num_layers
     flops = forward_flops(other.model, layers, length) * tokens
@@ -169,6 +176,7 @@ def bench_target(
         peak_gb=_peak_gb(ours, device, beside=other.model if fp8 else None),
         plain_peak_gb=_peak_gb(theirs, device, beside=target.model if fp8 else None),
         relative_error=errors,
+        plain_noise=dict(zip(map(str, target.layer_ids), noise, strict=True)),
         parts=kernel_parts(ours, kinds=KINDS) if profile and on_gpu else {},
         plain_parts=kernel_parts(theirs, kinds=KINDS) if profile and on_gpu else {},
     )
@@ -198,43 +206,66 @@ class PlainForward:
         self._layer_ids = target.layer_ids
         self._device = target.device
 
-    @torch.no_grad()
-    def run(self, packed: PackedBatch, *, states: bool = False) -> Any:
+    def run(self, packed: PackedBatch) -> Any:
         """The model's output."""
-        ids_DS = packed.input_ids_T.view(self._documents, -1).to(self._device)
+        return self._forward(packed.input_ids_T.view(self._documents, -1), states=False)
+
+    @torch.no_grad()
+    def _forward(self, ids_DS: torch.Tensor, *, states: bool) -> Any:
         ours = self._config._attn_implementation
         self._config._attn_implementation = "sdpa"
         try:
-            return self._body(input_ids=ids_DS, use_cache=False, output_hidden_states=states)
+            return self._body(input_ids=ids_DS.to(self._device), use_cache=False, output_hidden_states=states)
         finally:
             self._config._attn_implementation = ours
 
     def captured(self, packed: PackedBatch) -> list[torch.Tensor]:
         """[T, H] of each captured layer."""
-        found = self.run(packed, states=True).hidden_states
+        return self.captured_batch(packed.input_ids_T.view(self._documents, -1))
+
+    def captured_batch(self, ids_DS: torch.Tensor) -> list[torch.Tensor]:
+        """[D * S, H] of each captured layer."""
+        found = self._forward(ids_DS, states=True).hidden_states
         return [found[layer + 1].flatten(0, 1) for layer in self._layer_ids]
 
 
-def compare(target: Target, plain: PlainForward, rows: list[PackedBatch], out: torch.Tensor) -> dict[str, float]:
-    """Relative error of every captured layer over all rows; `out` is poisoned before each.
+def batch_noise(plain: PlainForward, packed: PackedBatch) -> list[float]:
+    """By captured layer: how far the first document's states are off between a batch of one and the largest here."""
+    ids_DS = packed.input_ids_T.view(packed.documents, -1)
+    alone = plain.captured_batch(ids_DS[:1])
+    among = plain.captured_batch(ids_DS if packed.documents > 1 else ids_DS.repeat(2, 1))
+    return [_relative(many[: ids_DS.shape[1]], one) for one, many in zip(alone, among, strict=True)]
+
+
+def compare(
+    target: Target, plain: PlainForward, rows: list[PackedBatch], out: torch.Tensor, noise: list[float]
+) -> dict[str, float]:
+    """Relative error of every captured layer over all rows; `out` is poisoned before each, `noise` is `batch_noise`'s.
 
     Raises BenchError where an element was not written or the states are not the same.
     """
-    worst = dict.fromkeys(map(str, target.layer_ids), 0.0)
+    worst = [0.0] * len(target.layer_ids)
     width = target.hidden_size
     for packed in rows:
         out.fill_(float("nan"))
         target.hidden_states(packed, out=out)
-        for place, (layer, expected_TH) in enumerate(zip(target.layer_ids, plain.captured(packed), strict=True)):
-            expected_TH = expected_TH.float()
-            error = (out[:, place * width : (place + 1) * width].float() - expected_TH).norm() / expected_TH.norm()
-            if not bool(error.isfinite()):
-                raise BenchError(f"layer {layer}: some states were never written, or are not finite")
-            worst[str(layer)] = max(worst[str(layer)], float(error))
-    tolerance = FP8_TOLERANCE if target.fp8 else 1e-4 if target.dtype == torch.float32 else 5e-2
-    if max(worst.values()) > tolerance:
-        raise BenchError(f"the states differ from transformers' own: relative error by layer {worst}")
-    return worst
+        for place, expected_TH in enumerate(plain.captured(packed)):
+            error = _relative(out[:, place * width : (place + 1) * width], expected_TH)
+            if not math.isfinite(error):
+                raise BenchError(f"layer {target.layer_ids[place]}: some states were never written, or are not finite")
+            worst[place] = max(worst[place], error)
+    base = 1e-4 if target.dtype == torch.float32 else TOLERANCE
+    allowed = [FP8_TOLERANCE if target.fp8 else max(base, 2 * between) for between in noise]
+    found = dict(zip(map(str, target.layer_ids), worst, strict=True))
+    if any(error > most for error, most in zip(worst, allowed, strict=True)):
+        raise BenchError(
+            f"the states differ from transformers' own: relative error by layer {found}, where {allowed} is allowed"
+        )
+    return found
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def forward_flops(model: Any, layers: int, document_tokens: int) -> float:
