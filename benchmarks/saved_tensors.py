@@ -73,7 +73,8 @@ def saved_tensors(
     shape: BenchShape, documents: int, *, in_8_bits: bool = False, recompute: str = "none", recompute_mlps: int = 0
 ) -> dict[str, int]:
     """Bytes that forward keeps for backward, by shape and type of what is kept; weights and inputs are left out."""
-    tokens, rows = documents * shape.document_tokens, documents * shape.anchors * shape.drafter.block_size
+    tokens, slots = documents * shape.document_tokens, documents * shape.anchors
+    rows = slots * shape.drafter.block_size
     kept: dict[str, int] = defaultdict(int)
 
     def forward(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -116,9 +117,9 @@ def saved_tensors(
         )(
             drafter,
             torch.empty(tokens, shape.features * shape.hidden_size, dtype=torch.bfloat16),
-            torch.zeros(tokens, dtype=torch.int64),
-            torch.empty(rows, shape.hidden_size, dtype=torch.bfloat16),
-            torch.zeros(rows, dtype=torch.int64),
+            drafter.ropes(torch.zeros(tokens, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)),
+            torch.empty(slots, shape.hidden_size, dtype=torch.bfloat16),
+            torch.empty(shape.hidden_size, dtype=torch.bfloat16),
             attend,
             fp8.linear if in_8_bits else torch.nn.functional.linear,
             recompute_mlps,

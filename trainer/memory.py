@@ -142,20 +142,23 @@ def _drafter_bytes(config: TrainConfig, facts: TargetFacts, shares_target: bool)
 def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
     """Bytes that the compiled drafter's forward hands to its backward, as `benchmarks/saved_tensors.py` counts them."""
     drafter, step, width, hidden = config.drafter, config.step, _width(config), facts.hidden_size
-    rows, context = config.data.block_slots * drafter.block_size, config.data.token_budget
+    rows, context, layers = config.data.block_slots * drafter.block_size, config.data.token_budget, drafter.num_layers
     heads, kv_heads = drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
-    again = _elementwise_again(config)
-    # Attention's output and the projections of block and context; what attention reads, unless that is made anew.
-    attention = rows * (2 * heads + 2 * kv_heads) + context * 2 * kv_heads
+    # The last layer goes on with the drafted places alone.
+    deep = (layers - 1) * rows + config.data.block_slots * (drafter.block_size - 1)
+    # Attention's output, the last one's also without the anchors; the projections of the context, and of blocks except
+    # for the first layer's, which are few; what attention reads, unless that is made anew.
+    kept = layers * rows * heads + (deep - (layers - 1) * rows) * heads
+    kept += layers * context * 2 * kv_heads + (layers - 1) * rows * (heads + 2 * kv_heads)
     if not (config.compile and step.recompute == "elementwise"):
-        attention += rows * (heads + 2 * kv_heads) + context * 2 * kv_heads
-    streams = rows * (2 if again else 4) * hidden  # twice the residual stream, and what the norms made of it
-    mlp = rows * (2 if again else 3) * drafter.intermediate_size  # gate, up and their product
-    kept = drafter.num_layers * (attention + streams) + (drafter.num_layers - step.recompute_mlps) * mlp
-    kept = width * (kept + (1 if again else 2) * context * hidden) + 4 * drafter.head_dim * (rows + context)
+        kept += layers * (rows * (heads + 2 * kv_heads) + context * 2 * kv_heads)
+    again = _elementwise_again(config)
+    kept += deep * (2 if again else 4) * hidden  # twice the residual stream, and what the norms made of it
+    kept += (deep - step.recompute_mlps * rows if step.recompute_mlps < layers else 0) * 2 * drafter.intermediate_size
+    kept = width * (kept + (1 if again else 2) * context * hidden)
     if step.fp8:
         # Inputs of the output projection and of `fc`, as their products want them.
-        kept += drafter.num_layers * rows * heads + context * facts.features * hidden
+        kept += layers * rows * heads + context * facts.features * hidden
     return kept
 
 
@@ -176,9 +179,7 @@ def _backward_bytes(config: TrainConfig, facts: TargetFacts) -> int:
     """What is alive beside it as the last layer's MLP, the largest part, goes backward."""
     drafter, width = config.drafter, _width(config)
     rows = config.data.block_slots * drafter.block_size
-    wide = 3  # gradients of gate, up and their product
-    if _elementwise_again(config) or config.step.recompute_mlps == drafter.num_layers:
-        wide += 1  # the product made again
+    wide = 4  # gradients of gate, up and their product, and the product made again
     if config.step.recompute_mlps == drafter.num_layers:
         wide += 2  # and gate and up
     quantised = 4 * rows * drafter.intermediate_size if config.step.fp8 else 0  # the wide gradient, both ways round

@@ -28,7 +28,7 @@ from trainer.inputs import StepInputs
 from trainer.model import fp8
 from trainer.model.anchors import labels_and_weights, predicting_rows
 from trainer.model.attention import layer_layouts, make_attention
-from trainer.model.drafter import Attend, Drafter, Product
+from trainer.model.drafter import Attend, Drafter, Product, Ropes
 from trainer.model.head import Head, PlainHead, ScaledHead
 from trainer.model.loss import Teacher, accept_lengths, block_loss, dpace, teacher_choices
 from trainer.optim import FlatAdamW, flatten_parameters
@@ -69,9 +69,9 @@ class StepMetrics:
 def drafter_forward(
     drafter: Drafter,
     hidden_TKH: torch.Tensor,
-    positions_T: torch.Tensor,
-    block_embeds_QH: torch.Tensor,
-    block_positions_Q: torch.Tensor,
+    ropes: Ropes,
+    anchor_embeds_NH: torch.Tensor,
+    mask_embed_H: torch.Tensor,
     attend: Attend,
     product: Product = torch.nn.functional.linear,
     recompute_mlps: int = 0,
@@ -79,8 +79,7 @@ def drafter_forward(
 ) -> torch.Tensor:
     """The compiled region: the whole drafter. A function of its own, so that each device can have its own cache."""
     again = recompute_mlps, recompute_attended
-    out: torch.Tensor = drafter(hidden_TKH, positions_T, block_embeds_QH, block_positions_Q, attend, product, *again)
-    return out
+    return drafter.drafted(hidden_TKH, ropes, anchor_embeds_NH, mask_embed_H, attend, product, *again)
 
 
 class TrainStep:
@@ -215,21 +214,21 @@ class TrainStep:
             source_Q = predicting_rows(inputs.anchors_N, block_size, final_TH.shape[0]).flatten()
             teacher = Teacher(final_TH, source_Q, own_head_VH)
         self.attention.fill(inputs.anchors_N, inputs.keep_N, inputs.doc_ids_T, inputs.cu_seqlens_D1)
-        block_embeds_QH = torch.nn.functional.embedding(block_ids_NB.flatten(), self.embed_VH)
+        anchor_embeds_NH = torch.nn.functional.embedding(block_ids_NB[:, 0], self.embed_VH)
+        ropes = self.drafter.ropes(inputs.positions_T, block_positions_NB.flatten())
         with torch.enable_grad():
-            states_QH = self._forward(
+            # The first place of a block is given and has no weight: nothing after attention need see it.
+            drafted_QH = self._forward(
                 self.drafter,
                 inputs.hidden_TKH[:, : self._features],
-                inputs.positions_T,
-                block_embeds_QH,
-                block_positions_NB.flatten(),
+                ropes,
+                anchor_embeds_NH,
+                self.embed_VH[self.mask_token_id],
                 self.attention,
                 self._product,
                 self.config.step.recompute_mlps,
                 self._elementwise,
             )
-            # The first position of a block is given and has no weight: the head need not see it.
-            drafted_QH = states_QH.view(*block_ids_NB.shape, -1)[:, 1:].flatten(0, 1)
             sums = block_loss(
                 drafted_QH,
                 self._head,

@@ -52,17 +52,18 @@ def test_nothing_of_a_repeated_mlp_is_kept() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = drafter_forward(drafter, *inputs(), attend, recompute_mlps=again)
+            out = drafter_forward(drafter, *inputs(drafter), attend, recompute_mlps=again)
         sizes.append(sum(kept.values()))
         out.sum().backward()
     wide = 48 * 48 * 4  # gate, up, silu and product are each [48 rows, 48]
     assert sizes[0] - sizes[1] >= 2 * 3 * wide
 
 
-def inputs() -> tuple[torch.Tensor, ...]:
+def inputs(drafter: Drafter) -> tuple[Any, ...]:
+    """64 tokens and 12 blocks of 4."""
     generator = torch.Generator().manual_seed(5)
-    hidden, embeds = torch.randn(64, 64, generator=generator), torch.randn(48, 32, generator=generator)
-    return hidden, torch.arange(64), embeds, torch.arange(48)
+    hidden, embeds = torch.randn(64, 64, generator=generator), torch.randn(13, 32, generator=generator)
+    return hidden, drafter.ropes(torch.arange(64), torch.arange(48)), embeds[:12], embeds[12]
 
 
 @dataclass
@@ -92,10 +93,10 @@ def split_drafter(recompute: str, attend: Attend) -> Split:
         return run(graph, _)
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=run, partition_fn=min_cut_rematerialization_partition)
-    slope = torch.randn(48, 32, generator=torch.Generator().manual_seed(6))
+    slope = torch.randn(36, 32, generator=torch.Generator().manual_seed(6))
     with recomputing(recompute):
         call = torch.compile(drafter_forward, fullgraph=True, dynamic=False, backend=backend)
-        call(drafter, *inputs(), attend, recompute_attended=recompute == "elementwise").backward(slope)
+        call(drafter, *inputs(drafter), attend, recompute_attended=recompute == "elementwise").backward(slope)
     return Split([x.grad for x in drafter.parameters() if x.grad is not None], handed, calls)
 
 

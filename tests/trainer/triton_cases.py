@@ -1,4 +1,4 @@
-"""Triton kernels against plain torch: `test_triton_kernels.py` runs this file in a process with Triton's interpreter.
+"""Triton kernels against plain torch, in a process with Triton's interpreter: `test_triton_kernels.py`.
 
 Broken once by dropping the rescaling of the sum, by leaving out the label's entry and by a scale of twice the size.
 """

@@ -35,8 +35,8 @@ TOKENS = {"27b": 8192, "8b": 8192, "tiny": 1024}
 """Tokens of one row where none are asked for."""
 INPUT_SETS = 3
 TOLERANCE = 5e-2
-"""Of bf16 states, relative; and twice what transformers' own differ by between two sizes of a batch, where that is more.
-Sixty layers of random weights amplify a rounding that far."""
+"""Of bf16 states, relative; or twice what transformers' own differ by between two sizes of a batch, if that is more:
+sixty layers of random weights amplify a rounding that far."""
 FP8_TOLERANCE = 0.5
 """8-bit states are off by what the result says; beyond this they are something else."""
 KINDS: Kinds = (

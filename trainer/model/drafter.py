@@ -1,7 +1,7 @@
 """The DFlash drafter: a small Qwen3-style network that denoises a block, reading the target through K and V.
 
 Shape legend: T context tokens, N block slots, B block size, Q = N*B block positions, K captured target
-layers, H hidden size, h query heads, k key/value heads, D head size, S = T + Q keys.
+layers, H hidden size, h query heads, k key/value heads, D head size, R = D / 2, S = T + Q keys.
 
 The attention itself is passed in (`Attend`), so that one network runs over FlexAttention, SDPA or the
 dense oracle; so is the matrix product (`Product`), plain or in 8 bits. Nothing here depends on the data:
@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config import DrafterConfig
+from trainer.config import FP8_MULTIPLE, DrafterConfig
 from trainer.model.swiglu import swiglu_down
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -27,6 +27,32 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """product(x [rows, in], weight [out, in]) -> [rows, out]: `nn.functional.linear`, or `trainer.model.fp8.linear`."""
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of some positions, each fp32 [S, R]."""
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+"""Puts the rows of a matrix in another order, repeats some or leaves some out."""
+
+
+class Ropes(NamedTuple):
+    """Tables of one batch, made outside the compiled forward: inside, every element would work out its own angle."""
+
+    context: Rope
+    """Of T positions."""
+    block: Rope
+    """Of Q positions."""
+
+
+class Shared(NamedTuple):
+    """What all layers of one forward have in common."""
+
+    context_TH: torch.Tensor
+    ropes: Ropes
+    attend: Attend
+    product: Product
+    recompute_attended: bool
+    """Backward makes rotated queries, keys and values anew from the projections, which it has to have anyway."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +115,21 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, positions_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each fp32 [S, D]."""
+        """cos and sin, each fp32 [S, R]: both halves of a head turn by the same angles."""
         angles = positions_S.float().unsqueeze(-1) * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
 
 
-def rotate(x: torch.Tensor, cos_SD: torch.Tensor, sin_SD: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [heads, S, D] by their positions; arithmetic in fp32, result in the input's type."""
-    wide = x.float()
-    low, high = wide.chunk(2, dim=-1)
-    return (wide * cos_SD + torch.cat((-high, low), dim=-1) * sin_SD).to(x.dtype)
+def rotate(x: torch.Tensor, cos_SR: torch.Tensor, sin_SR: torch.Tensor) -> torch.Tensor:
+    """Rotate heads [S, heads, D] by their positions; arithmetic in fp32, result in the input's type."""
+    low, high = x.float().chunk(2, dim=-1)
+    cos, sin = cos_SR[:, None], sin_SR[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def same_rows(x: torch.Tensor) -> torch.Tensor:
+    """All of them, once."""
+    return x
 
 
 def called(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
@@ -142,36 +172,25 @@ class Attention(nn.Module):
         return torch.split(both[0], sizes, dim=1), torch.split(both[1], sizes[1:], dim=1)
 
     def forward(
-        self,
-        layer_index: int,
-        context_TH: torch.Tensor,
-        block_QH: torch.Tensor,
-        context_rope: tuple[torch.Tensor, torch.Tensor],
-        block_rope: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        product: Product,
-        recompute: bool,
+        self, layer_index: int, rows_MH: torch.Tensor, shared: Shared, spread: Rows, kept: Rows
     ) -> torch.Tensor:
-        block, context = self._project(block_QH, context_TH, product)
-        made = called(self._attended, block, context, block_rope, context_rope, recompute=recompute)
-        mixed = attend(layer_index, *made)
-        return product(mixed.transpose(0, 1).reshape(block_QH.shape[0], -1), self.o_proj.weight)
+        """Rows [M, H] that `spread` makes the block's Q of -> those that `kept` leaves of them, [<= Q, H]."""
+        block, context = self._project(rows_MH, shared.context_TH, shared.product)
+        made = called(self._attended, block, context, shared.ropes, spread, recompute=shared.recompute_attended)
+        mixed = shared.attend(layer_index, *made).transpose(0, 1)
+        return shared.product(kept(mixed.reshape(mixed.shape[0], -1)), self.o_proj.weight)
 
     def _attended(
-        self,
-        block: tuple[torch.Tensor, ...],
-        context: tuple[torch.Tensor, ...],
-        block_rope: tuple[torch.Tensor, torch.Tensor],
-        context_rope: tuple[torch.Tensor, torch.Tensor],
+        self, block: tuple[torch.Tensor, ...], context: tuple[torch.Tensor, ...], ropes: Ropes, spread: Rows
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `attend` takes, from the projections: elementwise but for the norms' means over a head."""
-        (q, block_k, block_v), (context_k, context_v) = block, context
-        queries = self.q_norm(self._heads(q)).transpose(0, 1)
-        context_keys = self.k_norm(self._heads(context_k)).transpose(0, 1)
-        block_keys = self.k_norm(self._heads(block_k)).transpose(0, 1)
-        keys = torch.cat((rotate(context_keys, *context_rope), rotate(block_keys, *block_rope)), dim=1)
-        values = torch.cat((context_v, block_v), dim=0)
-        return rotate(queries, *block_rope), keys, self._heads(values).transpose(0, 1)
+        (q, block_k, block_v), (context_k, context_v) = map(spread, block), context
+        queries = rotate(self.q_norm(self._heads(q)), *ropes.block)
+        context_keys = rotate(self.k_norm(self._heads(context_k)), *ropes.context)
+        block_keys = rotate(self.k_norm(self._heads(block_k)), *ropes.block)
+        keys, values = torch.cat((context_keys, block_keys)), self._heads(torch.cat((context_v, block_v)))
+        # Views: attention's output follows its queries' strides, so nothing is ever put into another order.
+        return queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
 
 
 class MLP(nn.Module):
@@ -210,21 +229,18 @@ class DrafterLayer(nn.Module):
     def forward(
         self,
         layer_index: int,
-        context_TH: torch.Tensor,
-        block_QH: torch.Tensor,
-        context_rope: tuple[torch.Tensor, torch.Tensor],
-        block_rope: tuple[torch.Tensor, torch.Tensor],
-        attend: Attend,
-        product: Product,
+        rows_MH: torch.Tensor,
+        shared: Shared,
+        *,
         recompute_mlp: bool,
-        recompute_attended: bool,
+        spread: Rows = same_rows,
+        kept: Rows = same_rows,
     ) -> torch.Tensor:
-        normed = self.input_layernorm(block_QH)
-        block_QH = block_QH + self.self_attn(
-            layer_index, context_TH, normed, context_rope, block_rope, attend, product, recompute_attended
-        )
+        """As `Attention.forward`: one row may stand for all that are alike; what nobody reads need not go out."""
+        normed = self.input_layernorm(rows_MH)
+        block_QH = kept(spread(rows_MH)) + self.self_attn(layer_index, normed, shared, spread, kept)
         normed = self.post_attention_layernorm(block_QH)
-        return block_QH + called(self.mlp, normed, product, recompute=recompute_mlp)  # type: ignore[no-any-return]
+        return block_QH + called(self.mlp, normed, shared.product, recompute=recompute_mlp)  # type: ignore[no-any-return]
 
 
 class Drafter(nn.Module):
@@ -281,6 +297,10 @@ class Drafter(nn.Module):
         """Captured states [T, K*H] -> context features [T, H], once for all layers."""
         return self.hidden_norm(product(hidden_TKH, self.fc.weight))  # type: ignore[no-any-return]
 
+    def ropes(self, positions_T: torch.Tensor, block_positions_Q: torch.Tensor) -> Ropes:
+        """The rotary tables of a batch."""
+        return Ropes(self.rotary(positions_T), self.rotary(block_positions_Q))
+
     def forward(
         self,
         hidden_TKH: torch.Tensor,
@@ -288,21 +308,58 @@ class Drafter(nn.Module):
         block_embeds_QH: torch.Tensor,
         block_positions_Q: torch.Tensor,
         attend: Attend,
+    ) -> torch.Tensor:
+        """Final-normed block states [Q, H], ready for the target's head; any embeddings, nothing left out."""
+        plain: Product = nn.functional.linear
+        ropes = self.ropes(positions_T, block_positions_Q)
+        shared = Shared(self.fuse(hidden_TKH, plain), ropes, attend, plain, recompute_attended=False)
+        block_QH = block_embeds_QH
+        for index, layer in enumerate(self.layers):
+            block_QH = layer(index, block_QH, shared, recompute_mlp=False)
+        return self.norm(block_QH)  # type: ignore[no-any-return]
+
+    def drafted(
+        self,
+        hidden_TKH: torch.Tensor,
+        ropes: Ropes,
+        anchor_embeds_NH: torch.Tensor,
+        mask_embed_H: torch.Tensor,
+        attend: Attend,
         product: Product = nn.functional.linear,
         recompute_mlps: int = 0,
         recompute_attended: bool = False,
     ) -> torch.Tensor:
-        """Final-normed block states [Q, H], ready for the target's head.
+        """Training's form: final-normed states [N * (B - 1), H] of the drafted places of blocks [anchor, MASK, ...].
+
+        The same as `forward` without the anchors' rows, with less work at both ends. What the first layer projects is
+        one row for every anchor and one for MASK, however often it stands there. After the last layer's attention
+        nobody reads an anchor's row any more.
 
         The first `recompute_mlps` layers keep nothing of their MLP for backward and run its products again there. The
-        first, because they come last in backward: by then the other layers have let go of theirs. With
-        `recompute_attended`, backward makes rotated queries, keys and values anew from the projections, which it
-        has to have anyway.
+        first, because they come last in backward: by then the other layers have let go of theirs.
         """
-        context_TH = self.fuse(hidden_TKH, product)
-        context_rope, block_rope = self.rotary(positions_T), self.rotary(block_positions_Q)
-        block_QH = block_embeds_QH
+        slots, size = anchor_embeds_NH.shape[0], self.shape.block_size
+        # 8-bit products sum over rows and take them in multiples of 16.
+        masks = FP8_MULTIPLE - slots % FP8_MULTIPLE
+        rows = torch.cat((anchor_embeds_NH, mask_embed_H.expand(masks, -1)))
+
+        def spread(x: torch.Tensor) -> torch.Tensor:
+            repeated = x[slots].expand(slots, size - 1, -1)
+            return torch.cat((x[:slots, None], repeated), dim=1).flatten(0, 1)
+
+        def drafted_places(x: torch.Tensor) -> torch.Tensor:
+            return x.view(slots, size, -1)[:, 1:].reshape(slots * (size - 1), -1)
+
+        early = slots * (size - 1) % FP8_MULTIPLE == 0
+        last = len(self.layers) - 1
+        shared = Shared(self.fuse(hidden_TKH, product), ropes, attend, product, recompute_attended)
         for index, layer in enumerate(self.layers):
-            again = index < recompute_mlps, recompute_attended
-            block_QH = layer(index, context_TH, block_QH, context_rope, block_rope, attend, product, *again)
-        return self.norm(block_QH)  # type: ignore[no-any-return]
+            rows = layer(
+                index,
+                rows,
+                shared,
+                recompute_mlp=index < recompute_mlps,
+                spread=spread if index == 0 else same_rows,
+                kept=drafted_places if index == last and early else same_rows,
+            )
+        return self.norm(rows if early else drafted_places(rows))  # type: ignore[no-any-return]
