@@ -15,8 +15,6 @@ Shape legend: R rows of a chunk, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,23 +26,24 @@ WARPS = 8
 LARGEST_E4M3 = 448.0
 
 
+# Triton looks annotations up in the module as it compiles, and takes none but its own.
 @triton.jit  # type: ignore[untyped-decorator]  # triton publishes no types
-def _row_pass(
-    logits: Any,
-    labels: Any,
-    weights: Any,
-    tops: Any,
-    losses: Any,
-    values: Any,
-    scales: Any,
-    stride: Any,
-    values_stride: Any,
+def _row_pass(  # type: ignore[no-untyped-def]
+    logits,
+    labels,
+    weights,
+    tops,
+    losses,
+    values,
+    scales,
+    stride,
+    values_stride,
     columns: tl.constexpr,
     smallest: tl.constexpr,
     largest: tl.constexpr,
     scaled: tl.constexpr,
     tile: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     label = tl.load(labels + row)
