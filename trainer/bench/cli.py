@@ -61,9 +61,18 @@ def parser() -> argparse.ArgumentParser:
         help="target.packing (target)",
     )
     made.add_argument("--peer-folder", type=Path, help="where the peer is, or is to be, installed (peers)")
-    made.add_argument("--recompute", choices=("none", "elementwise"), default="none", help="step.recompute (drafter)")
-    made.add_argument("--recompute-mlps", type=int, default=0, help="step.recompute_mlps (drafter)")
-    made.add_argument("--fp8", action="store_true", help="also with step.fp8 (drafter), target.fp8 (target)")
+    made.add_argument(
+        "--peer-forms",
+        choices=("whole", "flex"),
+        nargs="+",
+        default=["whole", "flex"],
+        help="the peer with its whole draft model compiled, and as it comes (peers)",
+    )
+    made.add_argument(
+        "--recompute", choices=("none", "elementwise"), default="none", help="step.recompute (drafter, peers)"
+    )
+    made.add_argument("--recompute-mlps", type=int, default=0, help="step.recompute_mlps (drafter, peers)")
+    made.add_argument("--fp8", action="store_true", help="also with step.fp8 (drafter, peers), target.fp8 (target)")
     made.add_argument("--compile", action="store_true", help="also with target.compile (target)")
     made.add_argument("--profile", action="store_true", help="add GPU time by kind of kernel (drafter, target)")
     made.add_argument("--json", action="store_true", help="JSON lines instead of text")
@@ -127,12 +136,20 @@ def _require_gpu(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def _drafter(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
+    _require_gpu(arguments, device)
+    kinds = arguments.graphs if device.type == "cuda" else ["none"]
+    for documents, graphs in product(arguments.documents, kinds):
+        yield from _our_step(arguments, documents, graphs, device, ceiling)
+
+
+def _our_step(
+    arguments: argparse.Namespace, documents: int, graphs: str, device: torch.device, ceiling: float
+) -> Iterator[Any]:
+    """Plain, and with --fp8 in 8 bits."""
     from trainer.bench.drafter import bench_drafter
     from trainer.config import StepConfig
 
-    _require_gpu(arguments, device)
-    kinds = arguments.graphs if device.type == "cuda" else ["none"]
-    for documents, graphs, fp8 in product(arguments.documents, kinds, (False, True)[: 1 + arguments.fp8]):
+    for fp8 in (False, True)[: 1 + arguments.fp8]:
         with torch_setup.thread_rules("drafter", device):
             yield bench_drafter(
                 arguments.shape,
@@ -202,20 +219,21 @@ def _threads(arguments: argparse.Namespace, device: torch.device, ceiling: float
 
 def _peers(arguments: argparse.Namespace, device: torch.device, ceiling: float) -> Iterator[Any]:
     """Ours, then the peer with its whole draft model compiled, then the peer as it comes."""
-    from trainer.bench.drafter import bench_drafter
     from trainer.bench.peers import PeerUnavailable, bench_peer, install
 
     if device.type != "cuda":
         raise PeerUnavailable("the peer's FlexAttention step needs a CUDA device")
     install(arguments.peer_folder or Path(tempfile.gettempdir()) / "trainer-bench-peer")
     for documents in arguments.documents:
-        with torch_setup.thread_rules("drafter", device):
-            yield bench_drafter(
-                arguments.shape, documents, graphs="step", ceiling=ceiling, device=device, repeats=arguments.repeats
-            )
-        for whole in (True, False):
+        yield from _our_step(arguments, documents, "step", device, ceiling)
+        for form in arguments.peer_forms:
             yield bench_peer(
-                arguments.shape, documents, whole=whole, ceiling=ceiling, device=device, repeats=arguments.repeats
+                arguments.shape,
+                documents,
+                whole=form == "whole",
+                ceiling=ceiling,
+                device=device,
+                repeats=arguments.repeats,
             )
 
 

@@ -1,8 +1,8 @@
 """The row pass of the loss as one Triton kernel: two reads of a chunk's logits, one write.
 
-One program takes one row. First it reads the row in tiles and keeps the running maximum, the sum of exponentials
-(rescaled whenever the maximum grows: Milakov and Gimelshein, arXiv 1805.02867) and the tile of the maximum; then it
-reads the row again and writes the gradient w * (softmax - onehot): over the logits, or as 8-bit values.
+One program takes one row. First it reads the row in tiles and keeps, lane by lane, the running maximum and the sum of
+exponentials, rescaled whenever the maximum grows (Milakov and Gimelshein, arXiv 1805.02867); then it reads the row
+again, looks where the maximum was and writes the gradient w * (softmax - onehot): over the logits, or as 8-bit values.
 
 In 8 bits no pass is needed for the row's largest gradient: everything beside the label's own entry sums up to
 w * (1 - p_label), which is also the label's magnitude, so that is the largest.
@@ -24,6 +24,8 @@ from trainer.model.fp8 import E4M3, SMALLEST_SCALE, Scaled
 TILE = 4096
 WARPS = 8
 LARGEST_E4M3 = 448.0
+LOWEST = tl.constexpr(-1e30)
+"""Where maxima start: minus infinity would give inf - inf."""
 
 
 # Triton looks annotations up in the module as it compiles, and takes none but its own.
@@ -50,26 +52,18 @@ def _row_pass(  # type: ignore[no-untyped-def]
     weight = tl.load(weights + row)
     within = tl.arange(0, tile)
 
-    peak = tl.full((), float("-inf"), tl.float32)
-    peak_at = tl.full((), 0, tl.int32)
+    # Every lane keeps a maximum and a sum of its own: no lane waits for another before the end.
+    best = tl.full((tile,), LOWEST, tl.float32)
     total = tl.zeros((tile,), tl.float32)
-    for start in range(0, columns, tile):
+    for start in tl.range(0, columns, tile, loop_unroll_factor=2):
         x = tl.load(logits + start + within, mask=start + within < columns, other=float("-inf")).to(tl.float32)
-        here = tl.max(x, axis=0)
-        higher = here > peak
-        peak_at = tl.where(higher, start, peak_at)
-        fresh = tl.where(higher, here, peak)
-        # Nothing was summed before the first number: exp(-inf - -inf) must not be asked.
-        kept = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - fresh))
-        total = total * kept + tl.exp(x - fresh)
-        peak = fresh
-    norm = tl.sum(total, axis=0)
+        higher = tl.maximum(best, x)
+        total = total * tl.exp(best - higher) + tl.exp(x - higher)
+        best = higher
+    peak = tl.max(best, axis=0)
+    norm = tl.sum(total * tl.exp(best - peak), axis=0)
     gold = tl.load(logits + label).to(tl.float32)
     tl.store(losses + row, tl.log(norm) + peak - gold)
-    x = tl.load(logits + peak_at + within, mask=peak_at + within < columns, other=float("-inf")).to(tl.float32)
-    # The first of equals; a row that is not a number has none and keeps an index that exists.
-    first = tl.min(tl.where(x == peak, peak_at + within, columns - 1), axis=0)
-    tl.store(tops + row, first.to(tl.int64))
 
     scale = tl.full((), 1.0, tl.float32)
     if scaled:
@@ -78,14 +72,19 @@ def _row_pass(  # type: ignore[no-untyped-def]
         scale = tl.where(most == most, tl.maximum(most / largest, smallest), most)
         tl.store(scales + row, scale)
     factor = weight / norm
+    inverse = 1.0 / scale
     values += row * values_stride
-    for start in range(0, columns, tile):
+    # The first of equals; a row that is not a number has none and keeps an index that exists.
+    first = tl.full((tile,), columns - 1, tl.int32)
+    for start in tl.range(0, columns, tile, loop_unroll_factor=2):
         at = start + within
         x = tl.load(logits + at, mask=at < columns, other=float("-inf")).to(tl.float32)
+        first = tl.minimum(first, tl.where(x == peak, at, columns - 1))
         gradient = tl.exp(x - peak) * factor - tl.where(at == label, weight, 0.0)
         if scaled:
-            gradient = tl.minimum(tl.maximum(gradient / scale, -largest), largest)
+            gradient = tl.minimum(tl.maximum(gradient * inverse, -largest), largest)
         tl.store(values + at, gradient.to(values.dtype.element_ty), mask=at < columns)
+    tl.store(tops + row, tl.min(first, axis=0).to(tl.int64))
 
 
 def row_pass(
