@@ -146,12 +146,12 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
     heads, kv_heads = drafter.num_heads * drafter.head_dim, drafter.num_kv_heads * drafter.head_dim
     # The last layer goes on with the drafted places alone.
     deep = (layers - 1) * rows + config.data.block_slots * (drafter.block_size - 1)
-    # Attention's output, the last one's also without the anchors; the projections of the context, and of blocks except
-    # for the first layer's, which are few; what attention reads, unless that is made anew.
-    kept = layers * rows * heads + (deep - (layers - 1) * rows) * heads
-    kept += layers * context * 2 * kv_heads + (layers - 1) * rows * (heads + 2 * kv_heads)
+    # Attention's output; the projections of the context, and of blocks except for the first layer's, which are few.
+    kept = layers * rows * heads + layers * context * 2 * kv_heads + (layers - 1) * rows * (heads + 2 * kv_heads)
     if not (config.compile and step.recompute == "elementwise"):
+        # What attention reads; and its output once more, as rows.
         kept += layers * (rows * (heads + 2 * kv_heads) + context * 2 * kv_heads)
+        kept += 0 if step.fp8 else deep * heads
     again = _elementwise_again(config)
     kept += deep * (2 if again else 4) * hidden  # twice the residual stream, and what the norms made of it
     kept += (deep - step.recompute_mlps * rows if step.recompute_mlps < layers else 0) * 2 * drafter.intermediate_size

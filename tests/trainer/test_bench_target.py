@@ -14,7 +14,14 @@ import torch
 
 from trainer.bench import cli
 from trainer.bench.measure import BenchError
-from trainer.bench.target import PlainForward, compare, equal_documents, forward_flops
+from trainer.bench.target import (
+    PlainForward,
+    against_fp32,
+    check_rounding,
+    compare,
+    equal_documents,
+    forward_flops,
+)
 from trainer.config import TargetConfig
 from trainer.model.target_loading import load_target
 from trainer.model.target_models import SHAPES, random_model
@@ -47,8 +54,9 @@ def test_the_command_compares_first_and_prints_both_sides(capsys: pytest.Capture
     assert head["ceiling_tflops"] > 0
     assert (result["tokens"], result["documents"], result["packing"]) == (96, 2, "documents")
     assert (result["layers"], result["plain_layers"]) == (6, 8)
-    assert set(result["relative_error"]) == {"1", "2", "3", "4", "5"}
-    assert max(result["relative_error"].values()) < 1e-5
+    assert set(result["difference"]) == {"1", "2", "3", "4", "5"}
+    assert max(result["difference"].values()) < 1e-5
+    assert max(result["error"].values()) < 1e-5
     assert result["of_ceiling"] == pytest.approx(result["tflops"] / head["ceiling_tflops"])
     assert result["tokens_per_s"] * result["gflop_per_token"] / 1e3 == pytest.approx(result["tflops"])
 
@@ -58,8 +66,9 @@ def test_a_row_that_was_not_written_and_wrong_states_end_the_measurement(
 ) -> None:
     rows = [equal_documents(target, 20, 2, 0)]
     plain = PlainForward(target, 2)
-    out, quiet = torch.empty(20, target.num_features * target.hidden_size), [0.0] * target.num_features
-    assert max(compare(target, plain, rows, out, quiet).values()) < 1e-5
+    out = torch.empty(20, target.num_features * target.hidden_size)
+    assert max(compare(target, plain, rows, out).values()) < 1e-5
+    check_rounding(target, *against_fp32(target, plain, rows[0], out))
     honest = target.hidden_states
 
     def lazy(packed: Any, out: torch.Tensor) -> torch.Tensor:
@@ -71,16 +80,28 @@ def test_a_row_that_was_not_written_and_wrong_states_end_the_measurement(
         out[3] *= 1.1
         return out
 
-    with pytest.raises(BenchError, match="differ from transformers"):
-        monkeypatch.setattr(target, "hidden_states", wrong)
-        compare(target, plain, rows, out, [0.001] * target.num_features)
-    compare(target, plain, rows, out, [1.0] * target.num_features)  # what rounding alone would do
     monkeypatch.setattr(target, "hidden_states", lazy)
     with pytest.raises(BenchError, match="never written"):
-        compare(target, plain, rows, out, quiet)
+        compare(target, plain, rows, out)
     monkeypatch.setattr(target, "hidden_states", wrong)
-    with pytest.raises(BenchError, match="differ from transformers"):
-        compare(target, plain, rows, out, quiet)
+    with pytest.raises(BenchError, match="further from an fp32 forward"):
+        check_rounding(target, *against_fp32(target, plain, rows[0], out))
+
+
+def test_what_bf16_rounds_is_told_from_what_is_wrong() -> None:
+    """A bf16 target's states are as far from fp32 ones as transformers' own, and its weights stay as they were."""
+    target = load_target(TargetConfig(path="tiny", dtype="bfloat16", num_features=5), "cpu")
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    plain, row = PlainForward(target, 2), equal_documents(target, 96, 2, 0)
+    out = torch.empty(96, 5 * target.hidden_size, dtype=torch.bfloat16)
+    error, plain_error = against_fp32(target, plain, row, out)
+    assert all(0.001 < off < 0.1 for off in (*error.values(), *plain_error.values()))
+    check_rounding(target, error, plain_error)
+    with pytest.raises(BenchError, match="further from an fp32 forward"):
+        check_rounding(target, {layer: 2 * off for layer, off in error.items()}, plain_error)
+    after = target.model.state_dict()
+    assert all(after[name].dtype == value.dtype for name, value in before.items())
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it would run")

@@ -19,7 +19,7 @@ from tests.trainer.small_step import make_batch, make_config, make_drafter, make
 from tests.trainer.test_joined import attend
 from trainer.config import ConfigError, StepConfig
 from trainer.graphs import recomputing
-from trainer.model.drafter import Attend
+from trainer.model.drafter import Attend, Drafter
 from trainer.step import TrainStep, drafter_forward
 from trainer.step_checks import check_options
 from trainer.topology import cpu_notes

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import FP8_MULTIPLE, DrafterConfig
+from trainer.model import fp8
 from trainer.model.swiglu import swiglu_down
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,7 +53,7 @@ class Shared(NamedTuple):
     attend: Attend
     product: Product
     recompute_attended: bool
-    """Backward makes rotated queries, keys and values anew from the projections, which it has to have anyway."""
+    """Backward makes what attention reads anew from the projections, and rows anew from what it wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +178,9 @@ class Attention(nn.Module):
         """Rows [M, H] that `spread` makes the block's Q of -> those that `kept` leaves of them, [<= Q, H]."""
         block, context = self._project(rows_MH, shared.context_TH, shared.product)
         made = called(self._attended, block, context, shared.ropes, spread, recompute=shared.recompute_attended)
-        mixed = shared.attend(layer_index, *made).transpose(0, 1)
-        return shared.product(kept(mixed.reshape(mixed.shape[0], -1)), self.o_proj.weight)
+        mixed = shared.attend(layer_index, *made)
+        merged = called(_merged, mixed, kept, recompute=shared.recompute_attended)
+        return shared.product(merged, self.o_proj.weight)
 
     def _attended(
         self, block: tuple[torch.Tensor, ...], context: tuple[torch.Tensor, ...], ropes: Ropes, spread: Rows
@@ -189,8 +191,14 @@ class Attention(nn.Module):
         context_keys = rotate(self.k_norm(self._heads(context_k)), *ropes.context)
         block_keys = rotate(self.k_norm(self._heads(block_k)), *ropes.block)
         keys, values = torch.cat((context_keys, block_keys)), self._heads(torch.cat((context_v, block_v)))
-        # Views: attention's output follows its queries' strides, so nothing is ever put into another order.
-        return queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
+        # Head by head in memory: read with the strides of rows, attention took a fifth more time (docs/benchmarks.md).
+        queries, keys, values = (x.transpose(0, 1).contiguous() for x in (queries, keys, values))
+        return queries, keys, values
+
+
+def _merged(mixed_hQD: torch.Tensor, kept: Rows) -> torch.Tensor:
+    """Attention's output as rows [<= Q, h * D]."""
+    return kept(mixed_hQD.transpose(0, 1).reshape(mixed_hQD.shape[1], -1))
 
 
 class MLP(nn.Module):
@@ -208,12 +216,8 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor, product: Product) -> torch.Tensor:
         if self.gate_up_CH is None:
             gate, up = product(x, self.gate_proj.weight), product(x, self.up_proj.weight)
-        else:
-            both = product(x, self.gate_up_CH)
-            if product is nn.functional.linear:
-                return swiglu_down(both, self.down_proj.weight)
-            gate, up = both.chunk(2, dim=1)
-        return product(nn.functional.silu(gate) * up, self.down_proj.weight)
+            return product(nn.functional.silu(gate) * up, self.down_proj.weight)
+        return swiglu_down(product(x, self.gate_up_CH), self.down_proj.weight, in_8_bits=product is fp8.linear)
 
 
 class DrafterLayer(nn.Module):

@@ -81,24 +81,36 @@ def reference_scaled_matmul(a: Scaled, b: Scaled) -> torch.Tensor:
     return dequantise(a) @ dequantise(b).T
 
 
+def product(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """`linear`'s output, without a backward."""
+    return scaled_matmul(quantise_rows(x_MK), quantise_rows(w_NK), x_MK.dtype, fast=True)
+
+
+# Each product sums over another dimension, and rows are quantised along the summed one: six quantisations.
+def product_to_input(gradient_MN: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """`linear`'s gradient to its input."""
+    return scaled_matmul(quantise_rows(gradient_MN), quantise_rows(w_NK.t()), gradient_MN.dtype)
+
+
+def product_to_weight(gradient_MN: torch.Tensor, x_MK: torch.Tensor) -> torch.Tensor:
+    """`linear`'s gradient to its weight."""
+    return scaled_matmul(quantise_rows(gradient_MN.t()), quantise_rows(x_MK.t()), gradient_MN.dtype)
+
+
 class _ScaledLinear(torch.autograd.Function):
     """x [M, K] times the transpose of w [N, K], with all three products of forward and backward in 8 bits."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_MK, w_NK)
-        return scaled_matmul(quantise_rows(x_MK), quantise_rows(w_NK), x_MK.dtype, fast=True)
+        return product(x_MK, w_NK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         (gradient_MN,) = gradients
         x_MK, w_NK = ctx.saved_tensors
-        # Each product sums over another dimension, and rows are quantised along the summed one: six quantisations.
-        to_x = to_w = None
-        if ctx.needs_input_grad[0]:
-            to_x = scaled_matmul(quantise_rows(gradient_MN), quantise_rows(w_NK.t()), x_MK.dtype)
-        if ctx.needs_input_grad[1]:
-            to_w = scaled_matmul(quantise_rows(gradient_MN.t()), quantise_rows(x_MK.t()), w_NK.dtype)
+        to_x = product_to_input(gradient_MN, w_NK) if ctx.needs_input_grad[0] else None
+        to_w = product_to_weight(gradient_MN, x_MK) if ctx.needs_input_grad[1] else None
         return to_x, to_w
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from trainer.model import fp8
+
 
 @torch.library.custom_op("dflash::swiglu_backward", mutates_args=())
 def swiglu_backward(gate_up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,20 +43,24 @@ def _(gate_up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 class _SwiGLUDown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: torch.Tensor, down: torch.Tensor, in_8_bits: bool) -> torch.Tensor:
         ctx.save_for_backward(gate_up, down)
+        ctx.in_8_bits = in_8_bits
         gate, up = gate_up.chunk(2, dim=1)
-        return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
+        made = torch.nn.functional.silu(gate) * up
+        return fp8.product(made, down) if in_8_bits else torch.nn.functional.linear(made, down)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = gradients
         gate_up, down = ctx.saved_tensors
-        to_gate_up, made = swiglu_backward(gate_up, grad @ down)
-        return to_gate_up, grad.t() @ made
+        slope = fp8.product_to_input(grad, down) if ctx.in_8_bits else grad @ down
+        to_gate_up, made = swiglu_backward(gate_up, slope)
+        to_down = fp8.product_to_weight(grad, made) if ctx.in_8_bits else grad.t() @ made
+        return to_gate_up, to_down, None
 
 
-def swiglu_down(gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """[R, 2F] = [gate | up] and the weight [H, F] -> [R, H]."""
-    out: torch.Tensor = _SwiGLUDown.apply(gate_up, down)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+def swiglu_down(gate_up: torch.Tensor, down: torch.Tensor, *, in_8_bits: bool = False) -> torch.Tensor:
+    """[R, 2F] = [gate | up] and the weight [H, F] -> [R, H], its products plain or as `fp8.linear`'s."""
+    out: torch.Tensor = _SwiGLUDown.apply(gate_up, down, in_8_bits)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return out
