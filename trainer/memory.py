@@ -148,7 +148,8 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
     deep = (layers - 1) * rows + config.data.block_slots * (drafter.block_size - 1)
     # Attention's output; the projections of the context, and of blocks except for the first layer's, which are few.
     kept = layers * rows * heads + layers * context * 2 * kv_heads + (layers - 1) * rows * (heads + 2 * kv_heads)
-    if not (config.compile and step.recompute == "elementwise"):
+    elementwise = config.compile and step.recompute == "elementwise"
+    if not elementwise:
         # What attention reads; and its output once more, as rows.
         kept += layers * (rows * (heads + 2 * kv_heads) + context * 2 * kv_heads)
         kept += 0 if step.fp8 else deep * heads
@@ -157,8 +158,8 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
     kept += (deep - step.recompute_mlps * rows if step.recompute_mlps < layers else 0) * 2 * drafter.intermediate_size
     kept = width * (kept + (1 if again else 2) * context * hidden)
     if step.fp8:
-        # Inputs of the output projection and of `fc`, as their products want them.
-        kept += layers * rows * heads + context * facts.features * hidden
+        # Inputs of `fc` and of the output projection, as their products want them.
+        kept += context * facts.features * hidden + (0 if elementwise else layers * rows * heads)
     return kept
 
 

@@ -72,7 +72,7 @@ def test_what_backward_keeps_is_what_the_compilers_own_split_keeps(step: StepCon
     made = bench_config(shape, 1, attention="flex", graphs="none", device=torch.device("cuda"))
     facts = TargetFacts(1, shape.hidden_size, shape.vocab_size, shape.features)
     # Statistics of norms and softmax, a thousandth at 27B, weigh more where heads are 32 wide.
-    assert kept_for_backward(replace(made, step=step), facts) == pytest.approx(sum(traced.values()), rel=0.06)
+    assert kept_for_backward(replace(made, step=step), facts) == pytest.approx(sum(traced.values()), rel=0.08)
 
 
 def test_a_device_of_its_own_for_each_role_fits_and_one_for_all_does_not() -> None:
