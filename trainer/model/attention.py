@@ -20,10 +20,6 @@ from trainer.model.block_tables import BlockTables, ContextSpans, MaskLayout, bu
 from trainer.model.mask import dense_mask, open_empty_rows
 from trainer.model.window import GATHER_LIMIT, Windows, make_windows, window_attention
 
-TUNED = {((9, 0), 128): {"fwd_num_stages": 4, "bwd_num_stages": 2}}
-"""Kernel options by compute capability and head size, where measurement found better ones than torch's own
-(docs/benchmarks.md)."""
-
 
 class DenseFallbackError(RuntimeError):
     """FlexAttention was about to compute every score because its call is not compiled."""
@@ -61,7 +57,6 @@ class FlexAttention:
     def __init__(self, layouts: Sequence[MaskLayout], device: torch.device) -> None:
         first = layouts[0]
         self.spans = ContextSpans.empty(first.slots, device)
-        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         distinct = list(dict.fromkeys(layouts))
         self._tables = [(layout, BlockTables.empty(layout, device)) for layout in distinct]
         masks = [build_block_mask(layout, self.spans, tables) for layout, tables in self._tables]
@@ -76,8 +71,7 @@ class FlexAttention:
             tables.fill(layout, self.spans)
 
     def __call__(self, layer: int, q_hQD: torch.Tensor, k_gSD: torch.Tensor, v_gSD: torch.Tensor) -> torch.Tensor:
-        options = TUNED.get((self._capability, q_hQD.shape[-1])) if self._capability else None
-        return compiled_flex_attention(q_hQD, k_gSD, v_gSD, self.masks[layer], options)
+        return compiled_flex_attention(q_hQD, k_gSD, v_gSD, self.masks[layer])
 
 
 def compiled_flex_attention(

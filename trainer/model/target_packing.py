@@ -12,6 +12,11 @@ from trainer.model.target_layers import TakenApart, TrunkLayer, rows_keep_docume
 from trainer.model.target_models import TargetError, capture_outputs, decoder_layers, is_hybrid, make_body
 from trainer.model.targets import Target
 
+EXACT = 1e-4
+"""How far a token of an fp32 target may be off, relative."""
+GROSS = 0.5
+"""How far the states of any other may be off at the first captured layer, over all tokens."""
+
 
 def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "documents"]:
     """Try a row of three documents against the same documents alone; takes the target's layers apart where needed.
@@ -54,12 +59,18 @@ def packing_leak(target: Target) -> str | None:
         beside_TKH = target.row_states(others_T, positions_T, bounds).float()
     except (ValueError, TypeError, RuntimeError) as error:
         return f"one forward over several documents is refused: {error}"
-    exact = target.dtype == torch.float32 and not target.fp8
-    # Other tile shapes and other places to round make single tokens differ by 8 % in bf16 and by 38 % in 8 bits (the
-    # shipped target, random tokens); a row that ignores its bounds differs by more than its states' own size.
-    worst = _worst_error(row_TKH, alone_TKH)
-    if worst > (1e-4 if exact else 0.5):
-        return f"states differ by {worst:.1%} from the documents alone"
+    if target.dtype == torch.float32 and not target.fp8:
+        worst = _worst_error(row_TKH, alone_TKH)
+        if worst > EXACT:
+            return f"states differ by {worst:.1%} from the documents alone"
+    else:
+        # Other tile shapes and other places to round: layer by layer that grows, in 8 bits until nothing is left to
+        # compare (78 % after 62 layers of random weights). The first captured layer still tells a row that ignores its
+        # bounds, which is off by its own size.
+        first = slice(0, target.hidden_size)
+        off = float((row_TKH - alone_TKH)[:, first].norm() / alone_TKH[:, first].norm())
+        if off > GROSS:
+            return f"states differ by {off:.1%} from the documents alone"
     # The same kernels on the same shapes: here nothing at all differs, and the smallest leak, of a recurrent state
     # alone, is 28 %.
     worst = _worst_error(beside_TKH[lengths[0] :], row_TKH[lengths[0] :])
