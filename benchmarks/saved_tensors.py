@@ -93,7 +93,7 @@ def saved_tensors(
 
     drafter = meta_drafter(shape)
     layout = FlatLayout.of(drafter)
-    with FakeTensorMode(allow_non_fake_inputs=True), recomputing(recompute):
+    with FakeTensorMode(allow_non_fake_inputs=True), recomputing(elementwise=recompute == "elementwise"):
         flat = torch.zeros(layout.total, dtype=torch.bfloat16)
         for name, view in layout.views(flat).items():
             owner, _, leaf = name.rpartition(".")

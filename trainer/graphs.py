@@ -41,14 +41,14 @@ def compiled(
         return cast(Callable[..., Any], _functions[key])
 
 
-def recomputing(what: str) -> AbstractContextManager[None]:
+def recomputing(*, elementwise: bool) -> AbstractContextManager[None]:
     """What backward may compute again, for everything that is compiled inside; see `StepConfig.recompute`.
 
     Left alone, the partitioner keeps what a product of backward reads (norms, SwiGLU's result), since it has to exist
     there anyway. `elementwise` lets it be made again from what is kept besides: less memory, one more elementwise pass.
     What attention reads takes a checkpoint besides, in `Attention`: the partitioner does not repeat a concatenation.
     """
-    if what == "none":
+    if not elementwise:
         return nullcontext()
     import torch._functorch.config as partitioner
 

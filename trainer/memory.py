@@ -83,8 +83,8 @@ def check_memory(config: TrainConfig, facts: TargetFacts, free: Mapping[str, int
             raise ConfigError(
                 f"{whose} about {total / GB:.1f} GB, {free[device] / GB:.1f} free"
                 f"{f' ({parts})' if others else ''}. Spread the roles with topology.*, hold less with "
-                "step.recompute=elementwise and then step.recompute_mlps (they cost time), or lower data.token_budget "
-                "and data.block_slots"
+                f"{'' if config.elementwise_again else 'step.recompute=elementwise and then '}step.recompute_mlps (which "
+                "costs time), or lower data.token_budget and data.block_slots"
             )
 
 
@@ -148,7 +148,7 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
     deep = (layers - 1) * rows + config.data.block_slots * (drafter.block_size - 1)
     # Attention's output; the projections of the context, and of blocks except for the first layer's, which are few.
     kept = layers * rows * heads + layers * context * 2 * kv_heads + (layers - 1) * rows * (heads + 2 * kv_heads)
-    elementwise = config.compile and step.recompute == "elementwise"
+    elementwise = config.elementwise_again
     if not elementwise:
         # What attention reads; and its output once more, as rows.
         kept += layers * (rows * (heads + 2 * kv_heads) + context * 2 * kv_heads)
@@ -165,7 +165,7 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
 
 def _elementwise_again(config: TrainConfig) -> bool:
     # In 8 bits, what the products of backward read has to be made anew anyway.
-    return config.compile and (config.step.recompute == "elementwise" or config.step.fp8)
+    return config.elementwise_again or (config.compile and config.step.fp8)
 
 
 def _loss_bytes(config: TrainConfig, facts: TargetFacts) -> int:

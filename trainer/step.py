@@ -140,10 +140,10 @@ class TrainStep:
             )
         check_options(config, self.drafter, self.device)
         self._product: Product = fp8.linear if config.step.fp8 else torch.nn.functional.linear
-        self._elementwise = use_compile and config.step.recompute == "elementwise"
+        self._elementwise = use_compile and config.elementwise_again
         mode = "reduce-overhead" if config.graphs == "compiler" else None
         self._forward: Callable[..., torch.Tensor] = (
-            compiled(drafter_forward, self.device, mode=mode, label=config.step.recompute)
+            compiled(drafter_forward, self.device, mode=mode, label="elementwise" if self._elementwise else "")
             if use_compile
             else drafter_forward
         )
@@ -276,7 +276,7 @@ class TrainStep:
         self.optimizer.enabled.fill_(False)
         steps = (self._accumulate, self._apply)
         if self.device.type == "cuda":
-            with recomputing(self.config.step.recompute):
+            with recomputing(elementwise=self._elementwise):
                 if self.config.graphs == "step":
                     self._captured = CapturedStep.capture(*steps, device=self.device, capturing=capturing)
                 else:

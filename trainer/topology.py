@@ -81,6 +81,6 @@ def cpu_notes(config: TrainConfig) -> list[str]:
         notes.append(f"graphs={config.graphs} needs CUDA; on CPU every step is launched as it is")
     if config.compile:
         notes.append("compile=True is for GPU drafters; on CPU the drafters run eagerly")
-    if config.step.recompute != "none":
+    if config.step.recompute == "elementwise":
         notes.append(f"step.recompute={config.step.recompute} is the compiler's; on CPU nothing is compiled")
     return notes

@@ -94,7 +94,7 @@ def split_drafter(recompute: str, attend: Attend) -> Split:
 
     backend = aot_autograd(fw_compiler=forward, bw_compiler=run, partition_fn=min_cut_rematerialization_partition)
     slope = torch.randn(36, 32, generator=torch.Generator().manual_seed(6))
-    with recomputing(recompute):
+    with recomputing(elementwise=recompute == "elementwise"):
         call = torch.compile(drafter_forward, fullgraph=True, dynamic=False, backend=backend)
         call(drafter, *inputs(drafter), attend, recompute_attended=recompute == "elementwise").backward(slope)
     return Split([x.grad for x in drafter.parameters() if x.grad is not None], handed, calls)

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         help="the peer with its whole draft model compiled, and as it comes (peers)",
     )
     made.add_argument(
-        "--recompute", choices=("none", "elementwise"), default="none", help="step.recompute (drafter, peers)"
+        "--recompute", choices=("auto", "none", "elementwise"), default="auto", help="step.recompute (drafter, peers)"
     )
     made.add_argument("--recompute-mlps", type=int, default=0, help="step.recompute_mlps (drafter, peers)")
     made.add_argument("--fp8", action="store_true", help="also with step.fp8 (drafter, peers), target.fp8 (target)")

@@ -85,7 +85,7 @@ def bench_drafter(
         documents=documents,
         graphs=graphs,
         fp8=config.step.fp8,
-        recompute=config.step.recompute,
+        recompute="elementwise" if config.elementwise_again else "none",
         recompute_mlps=config.step.recompute_mlps,
         warm_up_s=warm_up_s,
         accumulate_ms=accumulate.median_ms,
