@@ -1,8 +1,8 @@
 """Does the run fit its GPUs? Asked before anything is loaded, answered by role and device.
 
 The estimate is arithmetic on shapes, and was checked against a measurement: a 27B-shape drafter step with 4 x 4096
-tokens and 2,048 blocks of 16 peaked at 70.5 GB with two spare batches of 0.84 GB (docs/benchmarks.md); this said 67.9.
-The master weights have become 3.5 GB smaller since (`trainer.halves`).
+tokens and 2,048 blocks of 16 peaked at 55.0 GB, two spare batches of 0.84 GB among them (docs/benchmarks.md); this says
+53.4 for one without them.
 
 Shape legend: P drafter parameters, T context tokens, N block slots, B block size, Q = N * B, K captured layers, H
 hidden size, V vocabulary, F intermediate size.
@@ -79,12 +79,12 @@ def check_memory(config: TrainConfig, facts: TargetFacts, free: Mapping[str, int
             largest = max(roles, key=lambda need: need.bytes)
             others = [need for need in roles if need is not largest]
             parts = ", ".join(f"{need.role.replace(f' on {device}', '')} {need.bytes / GB:.1f}" for need in roles)
+            lean = "" if config.elementwise_again else "step.recompute=elementwise and then "
             whose = f"{largest.role} and its neighbours need" if others else f"{largest.role} needs"
             raise ConfigError(
                 f"{whose} about {total / GB:.1f} GB, {free[device] / GB:.1f} free"
-                f"{f' ({parts})' if others else ''}. Spread the roles with topology.*, hold less with "
-                f"{'' if config.elementwise_again else 'step.recompute=elementwise and then '}step.recompute_mlps (which "
-                "costs time), or lower data.token_budget and data.block_slots"
+                f"{f' ({parts})' if others else ''}. Spread the roles with topology.*, hold less with {lean}"
+                "step.recompute_mlps (which costs time), or lower data.token_budget and data.block_slots"
             )
 
 
