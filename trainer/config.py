@@ -51,7 +51,7 @@ class TargetConfig:
     tell documents apart runs `row` with its recurrent mixers document by document."""
     compile: bool = False
     """Compile all of a packed row's forward but attention and recurrences, for rows of data.token_budget, padding
-    included; needs `row`. 1.4 times as fast as transformers' own forward at the 27B shape, for 20 s more at the start."""
+    included; needs `row`. 1.4 times as fast as transformers' own forward at the 27B shape, 20 s more at the start."""
     fp8: bool = False
     """Hold and multiply the decoder's weights in 8 bits (e4m3, one scale for each row). The drafter then trains on
     states that are a few percent off; `trainer bench target --fp8` says how much."""
