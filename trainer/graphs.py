@@ -44,7 +44,7 @@ def compiled(
 def recomputing(*, elementwise: bool) -> AbstractContextManager[None]:
     """What backward may compute again, for everything that is compiled inside; see `StepConfig.recompute`.
 
-    Left alone, the partitioner keeps what a product of backward reads (norms, SwiGLU's result), since it has to exist
+    Left alone, the partitioner keeps what a product of backward reads (the norms' outputs), since it has to exist
     there anyway. `elementwise` lets it be made again from what is kept besides: less memory, one more elementwise pass.
     What attention reads takes a checkpoint besides, in `Attention`: the partitioner does not repeat a concatenation.
     """

@@ -112,9 +112,8 @@ def adamw_update(
 
     `weights_P` is the fp32 master itself, or with `rest_P` the bit patterns of the bf16 working weights (int16) and
     what is missing from them: see `trainer.halves`; the sign of `square_P` then holds the last bit. `scalars` is fp32
-    [6]: gradient scale, weight decay factor, lr / (1 - beta1^t), 1 / (1 - beta2^t), and whether to update at all (1)
-    or to write back what was there (0); the last is spare. Without the update nothing changes, not even by a NaN
-    gradient.
+    [5]: gradient scale, weight decay factor, lr / (1 - beta1^t), 1 / (1 - beta2^t), and whether to update at all (1)
+    or to write back what was there (0). Without the update nothing changes, not even by a NaN gradient.
     """
     scale, decay, rate, unbias, update = (scalars[i] for i in range(5))
     old_square, old_master = (square_P, weights_P) if rest_P is None else _whole(weights_P, rest_P, square_P)
@@ -178,7 +177,7 @@ class FlatAdamW:
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         self.enabled = torch.ones((), dtype=torch.bool, device=device)
         """False while warming up: the update runs in full and changes nothing."""
-        self.scalars = torch.zeros(6, dtype=torch.float32, device=device)
+        self.scalars = torch.zeros(5, dtype=torch.float32, device=device)
         self._compiled = update(adamw_update) if update else None
 
     def apply(
@@ -203,7 +202,6 @@ class FlatAdamW:
             1.0 - lr * config.weight_decay,
             lr / (1.0 - beta1**count),
             1.0 / (1.0 - beta2**count),
-            update,
             update,
         )
         self.scalars.copy_(torch.stack([x.to(torch.float32) for x in values]))

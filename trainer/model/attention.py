@@ -9,7 +9,7 @@ Shape legend: T context tokens, N block slots, B block size, Q = N * B, h query 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ class Attention(Protocol):
     """What a drafter layer calls, and what the step refills for each batch."""
 
     def __call__(self, layer: int, q_hQD: torch.Tensor, k_gSD: torch.Tensor, v_gSD: torch.Tensor) -> torch.Tensor:
-        """[1, h, Q, D], [1, g, T + Q, D] twice -> [1, h, Q, D]; keys are [context | blocks]."""
+        """[h, Q, D], [g, T + Q, D] twice -> [h, Q, D]; keys are [context | blocks]."""
 
     def fill(
         self, anchors_N: torch.Tensor, keep_N: torch.Tensor, doc_ids_T: torch.Tensor, cu_seqlens_D1: torch.Tensor
@@ -79,7 +79,6 @@ def compiled_flex_attention(
     k_gSD: torch.Tensor,
     v_gSD: torch.Tensor,
     mask: BlockMask,
-    kernel_options: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """FlexAttention with grouped heads, [h, Q, D] -> [h, Q, D]; DenseFallbackError unless torch.compile is tracing it.
 
@@ -98,7 +97,6 @@ def compiled_flex_attention(
         v_gSD[None],
         block_mask=mask,
         enable_gqa=q_hQD.shape[0] != k_gSD.shape[0],
-        kernel_options=kernel_options,  # type: ignore[arg-type]  # a TypedDict that grows with torch's versions
     )
     assert isinstance(out, torch.Tensor)
     return out[0]

@@ -82,7 +82,7 @@ def _worst_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def take_apart(target: Target, *, compile: bool) -> TakenApart:
-    """The target's layers as shells in which norms and MLPs can be compiled. Raises TargetError."""
+    """The target's layers as shells (target_layers.py), compiled if `compile`. Raises TargetError."""
     layers = decoder_layers(target.model)
     for number, layer in enumerate(layers):
         if (reason := unknown_layer(layer)) is not None:

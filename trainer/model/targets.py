@@ -73,7 +73,7 @@ class Target:
     fp8: bool = False
     """Whether its linear layers are held in 8 bits."""
     apart: TakenApart | None = field(default=None, repr=False)
-    """The layers that a packed row runs through instead, where norms and MLPs are compiled."""
+    """The layers that a packed row runs through instead: where they are compiled, or recurrent ones are our own."""
 
     @property
     def hidden_size(self) -> int:
