@@ -44,7 +44,9 @@ TORCH_RULE = "torch_chunk_gated_delta_rule"
 
 _fused_lock = threading.Lock()
 """flash-linear-attention keeps what it computes from bounds in queues of the process, unguarded: a thread that looks
-one up while another adds to it dies. Launches do not wait for their kernels, so the turns are short."""
+one up while another adds to it dies. So does one that tries out a kernel's forms while another launches it: Triton's
+autotuner keeps the arguments of the call under way in itself, and drops them at its end. Launches do not wait for their
+kernels, so the turns are short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,19 @@ class GatedDelta(nn.Module):
             for a, b in itertools.pairwise(row.bounds)
         ]
         return torch.cat(parts, dim=1)
+
+
+def in_turns(mixer: nn.Module) -> None:
+    """Have transformers' own forward of this mixer wait for its turn: decoding, and documents one by one, run it."""
+
+    def begin(*_: Any) -> None:
+        _fused_lock.acquire()
+
+    def end(*_: Any) -> None:
+        _fused_lock.release()
+
+    mixer.register_forward_pre_hook(begin)
+    mixer.register_forward_hook(end, always_call=True)
 
 
 def joined(first: Any, second: Any) -> nn.Module:

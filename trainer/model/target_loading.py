@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer.config import TargetConfig
+from trainer.model.gated_delta import in_turns
 from trainer.model.target_fp8 import hold_in_8_bits
 from trainer.model.target_models import (
     Captured,
@@ -64,6 +65,10 @@ def load_target(config: TargetConfig, device: torch.device | str) -> Target:
     if config.fp8:
         hold_in_8_bits(config, layers, device, tokenwise)
     model.to(device)
+    if device.type == "cuda":  # elsewhere recurrences are plain torch
+        for layer in layers:
+            if "linear_attn" in layer._modules:
+                in_turns(layer.get_submodule("linear_attn"))
     text_config = model.config.get_text_config()
     num_layers = int(text_config.num_hidden_layers)
     layer_ids = config.layer_ids or target_layer_ids(num_layers, config.num_features)
