@@ -9,7 +9,7 @@ The main path, from the command line down; each knows only what is below it:
     leader, outcomes    what drafter 0 does for the whole run after a step; checkpoints and evaluations as they come
     stages/             what each thread does: prefetch, target, drafter, verifier; `clock` times them
     parts               what stages and pipeline see of a target, a step, an evaluation: protocols
-    step                one drafter's training step; inputs, optim, graphs and step_checks are its own
+    step                one drafter's training step; inputs, optim, halves, graphs and step_checks are its own
     evaluate, decode    acceptance length, teacher-forced and truly decoded
     model/  data/       drafter, target, mask, loss; documents to packed rows
 
