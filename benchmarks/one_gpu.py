@@ -1,6 +1,6 @@
 """One GPU, part by part: a thousand steps, parity, stops, replay against plain launches, `fab`, cases, cold starts.
 
-    python -m benchmarks.one_gpu --out DIR [--budget-s 570] [--parts thousand,parity,...] [--starts 20]
+    python -m benchmarks.one_gpu --out DIR [--budget-s 570] [--parts thousand,parity,...] [--starts 20 --at-once 10]
     python -m benchmarks.one_gpu --out DIR --device cpu      the same logic without a GPU, smaller
 
 DIR gets results.json and table.txt, rewritten after every finding, logs/ of everything that was started and runs/. Exit
@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -43,6 +43,8 @@ class Setting:
     steps: int
     parity_steps: int
     starts: int
+    at_once: int = 1
+    """Cold starts side by side, in turn on every GPU here."""
 
     @property
     def on_gpu(self) -> bool:
@@ -239,31 +241,42 @@ def cases(work: Work, setting: Setting) -> None:
 
 
 def cold(work: Work, setting: Setting) -> None:
-    """Starts from empty caches, each with folders of its own; every fifth is started again from what it left."""
+    """Starts from empty caches, each with folders of its own; every fifth is started again from what it left.
+
+    Several at once load each other: they show that none hangs, not how long a start takes.
+    """
     rows: list[dict[str, Any]] = []
-    settings = setting.run(run__max_steps="3")
+    devices = this_machine().devices if setting.on_gpu and setting.at_once > 1 else (setting.device,)
     longest = 10.0
-    for index in range(setting.starts):
+
+    def start(index: int) -> None:
+        nonlocal longest
         work.require(1.2 * longest, f"cold start {index + 1} of {setting.starts}")
-        kinds = ("cold", "warm") if index % 5 == 0 else ("cold",)
-        for kind in kinds:
+        settings = replace(setting, device=devices[index % len(devices)]).run(run__max_steps="3")
+        for kind in ("cold", "warm") if index % 5 == 0 else ("cold",):
             name = f"{kind}-{index + 1}"
             found = run_to_end(
                 work, name, settings, caches=work.out / "caches-cold" / str(index), limit_s=START_LIMIT_S
             )
             rows.append({"start": name, **found.row()})
-            work.number("starts", rows)
+            work.number("starts", sorted(rows, key=lambda row: str(row["start"])))
             work.check(f"{name}: exit 0, not hung", found.clean)
             if kind == "cold":
                 longest = max(longest, found.gate_s or START_LIMIT_S)
-        times = {
-            kind: [row["gate_s"] for row in rows if row["start"].startswith(kind) and row["gate_s"] is not None]
-            for kind in ("cold", "warm")
-        }
-        work.number("starts made", {kind: len(values) for kind, values in times.items()})
-        work.number("seconds to the open gate, least and most", {k: [min(v), max(v)] for k, v in times.items() if v})
-        if times["cold"] and times["warm"]:
-            work.number("warm over cold, means", mean(times["warm"]) / mean(times["cold"]))
+
+    with ThreadPoolExecutor(setting.at_once) as pool:
+        futures = [pool.submit(start, index) for index in range(setting.starts)]
+    late = [error for future in futures if (error := future.exception()) is not None]
+    times = {
+        kind: [row["gate_s"] for row in rows if row["start"].startswith(kind) and row["gate_s"] is not None]
+        for kind in ("cold", "warm")
+    }
+    work.number("starts made", {kind: len(values) for kind, values in times.items()})
+    work.number("seconds to the open gate, least and most", {k: [min(v), max(v)] for k, v in times.items() if v})
+    if times["cold"] and times["warm"]:
+        work.number("warm over cold, means", mean(times["warm"]) / mean(times["cold"]))
+    if late:
+        raise late[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,10 +288,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=1000, help="of the long run")
     parser.add_argument("--parity-steps", type=positive, default=200)
     parser.add_argument("--starts", type=positive, default=20, help="cold starts")
+    parser.add_argument("--at-once", type=positive, default=1, help="cold starts side by side, over all GPUs")
     parser.add_argument("--parts", default="", help="only these, comma-separated")
     options = parser.parse_args(argv)
     machine = this_machine()
-    setting = Setting(options.device or machine.devices[0], options.steps, options.parity_steps, options.starts)
+    setting = Setting(
+        options.device or machine.devices[0], options.steps, options.parity_steps, options.starts, options.at_once
+    )
     parts = [
         Part("thousand", 200, 60.0, lambda work: thousand(work, setting)),
         Part("parity", 120, 40.0, lambda work: parity(work, setting)),

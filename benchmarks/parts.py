@@ -75,6 +75,7 @@ class Work:
     def __init__(self, found: Found, out: Path, deadline: float, save: Callable[[], None]) -> None:
         self.found, self.out, self._deadline, self._save = found, out, deadline, save
         self._calls = itertools.count(1)
+        self._lock = threading.Lock()  # a part may have several processes going, each watched by a thread
 
     def left(self) -> float:
         """Seconds left to this part."""
@@ -87,19 +88,22 @@ class Work:
 
     def check(self, text: str, holds: bool) -> bool:
         """Something that must be true."""
-        self.found.checks[text] = bool(holds)
-        self._save()
+        with self._lock:
+            self.found.checks[text] = bool(holds)
+            self._save()
         return holds
 
     def number(self, name: str, value: Any) -> None:
         """Something that was measured: JSON types."""
-        self.found.numbers[name] = value
-        self._save()
+        with self._lock:
+            self.found.numbers[name] = value
+            self._save()
 
     def note(self, text: str) -> None:
         """Something that a reader must know."""
-        self.found.notes.append(text)
-        self._save()
+        with self._lock:
+            self.found.notes.append(text)
+            self._save()
 
     def call(
         self, argv: Sequence[str], *, limit_s: float | None = None, environment: Mapping[str, str] | None = None
@@ -145,11 +149,9 @@ def run_parts(parts: Sequence[Part], out: Path, budget_s: float, head: Mapping[s
     stretch = max(1.0, budget_s / sum(part.nominal_s for part in parts))
     done: list[Found] = []
     planned = 0.0
-    lock = threading.Lock()  # a part may have several processes going, each watched by a thread
 
     def save() -> None:
-        with lock:
-            write(out, head, done, time.monotonic() - began)
+        write(out, head, done, time.monotonic() - began)
 
     for part in parts:
         planned = min(budget_s, planned + part.nominal_s * stretch)

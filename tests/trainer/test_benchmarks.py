@@ -217,10 +217,13 @@ def measure(module: str, out: Path, *words: str, **environment: str) -> dict[str
 @pytest.mark.timeout(1000)
 def test_one_gpu_runs_its_logic_on_a_cpu(tmp_path: Path) -> None:
     """Every check holds; seen to fail with a run that ignores TERM, and with a checkpoint that is not written."""
-    found = measure("benchmarks.one_gpu", tmp_path, "--device", "cpu", "--steps", "4", "--parts", "thousand,stops")
+    words = ("--device", "cpu", "--steps", "4", "--starts", "2", "--at-once", "2", "--parts", "thousand,stops,cold")
+    found = measure("benchmarks.one_gpu", tmp_path, *words)
     assert {part["state"] for part in found.values()} == {"ok"}
     assert [row["moment"] for row in found["stops"]["numbers"]["stops"]] == ["warm-up", "steady state"]
     assert "4 steps, exit 0, nothing compiled after the gate" in found["thousand"]["checks"]
+    assert found["cold"]["numbers"]["starts made"] == {"cold": 2, "warm": 1}
+    assert set(found["cold"]["checks"]) == {f"{name}: exit 0, not hung" for name in ("cold-1", "cold-2", "warm-1")}
 
 
 @pytest.mark.timeout(1000)
