@@ -338,5 +338,9 @@ class TrainConfig:
     @property
     def elementwise_again(self) -> bool:
         """Whether a GPU's backward makes again what `step.recompute` says; `auto` does where the step is compiled."""
-        compiled = self.compile and self.attention == "flex"
-        return self.step.recompute == "elementwise" or (self.step.recompute == "auto" and compiled)
+        return self.step.recompute == "elementwise" or (self.step.recompute == "auto" and self.step_compiled)
+
+    @property
+    def step_compiled(self) -> bool:
+        """Whether a GPU's drafter is compiled: its SDPA form, which exists to be compared with, never is."""
+        return self.compile and self.attention == "flex"

@@ -103,8 +103,9 @@ def _width(config: TrainConfig) -> int:
 
 def _target_bytes(config: TrainConfig, facts: TargetFacts) -> int:
     # One document passes at a time: a few hidden-sized and FFN-sized tensors of its length. A whole row needs half as
-    # much for each token: it is long enough for the layers' largest tensors to be counted by themselves.
-    one_row = config.target.packing == "row" or config.target.compile
+    # much for each token: it is long enough for the layers' largest tensors to be counted by themselves. `auto` may
+    # come to either, and is counted as the larger.
+    one_row = config.target.packing != "documents" or config.target.compile
     passing = config.data.token_budget * 20 if one_row else config.data.max_document_tokens * 40
     activations = passing * facts.hidden_size * _width(config)
     weights = (facts.parameters - facts.eight_bit_parameters) * _width(config) + facts.eight_bit_parameters
@@ -165,14 +166,14 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
 
 def _elementwise_again(config: TrainConfig) -> bool:
     # In 8 bits, what the products of backward read has to be made anew anyway.
-    return config.elementwise_again or (config.compile and config.step.fp8)
+    return config.elementwise_again or (config.step_compiled and config.step.fp8)
 
 
 def _loss_bytes(config: TrainConfig, facts: TargetFacts) -> int:
     rows = config.data.block_slots * config.drafter.block_size
     chunk = min(config.loss.chunk_rows, rows) * facts.vocab_size
     # Uncompiled, the pass over the logits holds a second copy; in 8 bits their gradient is one of half the size.
-    copies = _width(config) * (1 if config.compile else 2) + config.step.fp8
+    copies = _width(config) * (1 if config.step_compiled else 2) + config.step.fp8
     return chunk * copies + 2 * rows * facts.hidden_size * _width(config)
 
 

@@ -132,7 +132,7 @@ class TrainStep:
         self.inputs = StepInputs(config, hidden_size=self._features + final, dtype=self.dtype, device=self.device)
         layouts = layer_layouts(config.drafter, config.data.token_budget, config.data.block_slots)
         self.attention = make_attention(config.attention, layouts, self.device)
-        use_compile = on_gpu and config.compile and config.attention == "flex"
+        use_compile = on_gpu and config.step_compiled
         if on_gpu and config.attention == "flex" and not use_compile:
             raise ConfigError(
                 "attention=flex on a GPU needs compile=true: uncompiled, FlexAttention computes every score; "

@@ -10,10 +10,10 @@ from trainer.model.drafter import Drafter
 
 def check_options(config: TrainConfig, drafter: Drafter, device: torch.device) -> None:
     """Raises ConfigError for an option of `step.*` that this drafter or device cannot follow."""
-    if config.step.recompute == "elementwise" and device.type == "cuda" and not config.compile:
+    if config.step.recompute == "elementwise" and device.type == "cuda" and not config.step_compiled:
         raise ConfigError(
-            f"step.recompute={config.step.recompute} is carried out by the compiler, and compile=false: set "
-            "compile=true, or use step.recompute_mlps alone"
+            "step.recompute=elementwise is carried out by the compiler, and this run's step is not compiled: set "
+            "compile=true with attention=flex, or use step.recompute_mlps alone"
         )
     if config.step.fp8:
         check_fp8(config, drafter, device)

@@ -154,5 +154,7 @@ def test_what_only_the_compiler_can_do_is_refused_without_it_and_noted_on_a_cpu(
     assert not config.compile
     with pytest.raises(ConfigError, match="compile=true"):
         check_options(config, make_drafter(config), torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match="attention=flex"):
+        check_options(replace(config, compile=True, attention="sdpa"), make_drafter(config), torch.device("cuda:0"))
     check_options(config, make_drafter(config), torch.device("cpu"))
     assert any("step.recompute=elementwise" in note for note in cpu_notes(config))

@@ -100,7 +100,7 @@ class TestRefusals:
         config = from_hosts(4, "{target: [0, 1], drafter: [2, 3], verifier: [3]}", machine)
         with pytest.raises(
             ConfigError,
-            match=r"^drafter1 on cuda:3 and its neighbours need about 16\d\.\d GB, 150\.8 free \(target 5\d\.\d, "
+            match=r"^drafter1 on cuda:3 and its neighbours need about 17\d\.\d GB, 150\.8 free \(target 6\d\.\d, "
             r"drafter1 10\d\.\d, gradient exchange 0\.\d, verifier0 \d\.\d\)\. Spread the roles",
         ):
             check_memory(config, FACTS_27B, machine.free)
