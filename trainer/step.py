@@ -28,9 +28,10 @@ from trainer.inputs import StepInputs
 from trainer.model import fp8
 from trainer.model.anchors import labels_and_weights, predicting_rows
 from trainer.model.attention import layer_layouts, make_attention
-from trainer.model.drafter import Attend, Drafter, Product, Ropes
+from trainer.model.drafter import Attend, Drafter, Product
 from trainer.model.head import Head, PlainHead, ScaledHead
 from trainer.model.loss import Teacher, accept_lengths, block_loss, dpace, teacher_choices
+from trainer.model.rotary import Ropes
 from trainer.optim import FlatAdamW, flatten_parameters
 from trainer.step_checks import check_options
 

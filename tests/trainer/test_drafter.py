@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from trainer.config import DrafterConfig
-from trainer.model.drafter import Drafter, DrafterShape, Rotary, rotate
+from trainer.model.drafter import Drafter, DrafterShape
 from trainer.model.mask import attend_dense, dense_mask
+from trainer.model.rotary import Rotary, rotate
 
 
 def shape_of(block_size: int = 4, theta: float = 1e4, **changes: int) -> DrafterShape:

@@ -1,7 +1,7 @@
 """The DFlash drafter: a small Qwen3-style network that denoises a block, reading the target through K and V.
 
 Shape legend: T context tokens, N block slots, B block size, Q = N*B block positions, K captured target
-layers, H hidden size, h query heads, k key/value heads, D head size, R = D / 2, S = T + Q keys.
+layers, H hidden size, h query heads, k key/value heads, D head size, S = T + Q keys.
 
 The attention itself is passed in (`Attend`), so that one network runs over FlexAttention, SDPA or the
 dense oracle; so is the matrix product (`Product`), plain or in 8 bits. Nothing here depends on the data:
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import FP8_MULTIPLE, DrafterConfig
 from trainer.model import fp8
+from trainer.model.rotary import Ropes, Rotary, rotate
 from trainer.model.swiglu import swiglu_down
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,20 +30,8 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """product(x [rows, in], weight [out, in]) -> [rows, out]: `nn.functional.linear`, or `trainer.model.fp8.linear`."""
 
-Rope = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of some positions, each fp32 [S, R]."""
-
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """Puts the rows of a matrix in another order, repeats some or leaves some out."""
-
-
-class Ropes(NamedTuple):
-    """Tables of one batch, made outside the compiled forward: inside, every element would work out its own angle."""
-
-    context: Rope
-    """Of T positions."""
-    block: Rope
-    """Of Q positions."""
 
 
 class Shared(NamedTuple):
@@ -93,39 +82,6 @@ class RMSNorm(nn.Module):
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
-
-
-class Rotary(nn.Module):
-    """Plain neox rotary embedding over the whole head; frequencies stay fp32 whatever the weights become."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, head_dim: int, theta: float) -> None:
-        super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-        self.register_buffer("inv_freq", self._frequencies(), persistent=False)
-
-    def _frequencies(self) -> torch.Tensor:
-        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        return 1.0 / (self.theta**exponent)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Rotary:
-        # Module.to(bfloat16) would round the frequencies, which costs acceptance at long positions: move, never cast.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves _apply unannotated
-        self.inv_freq = self._frequencies().to(self.inv_freq.device)
-        return self
-
-    def forward(self, positions_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each fp32 [S, R]: both halves of a head turn by the same angles."""
-        angles = positions_S.float().unsqueeze(-1) * self.inv_freq
-        return angles.cos(), angles.sin()
-
-
-def rotate(x: torch.Tensor, cos_SR: torch.Tensor, sin_SR: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [S, heads, D] by their positions; arithmetic in fp32, result in the input's type."""
-    low, high = x.float().chunk(2, dim=-1)
-    cos, sin = cos_SR[:, None], sin_SR[:, None]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
 
 def same_rows(x: torch.Tensor) -> torch.Tensor:
