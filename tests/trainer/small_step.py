@@ -61,21 +61,26 @@ def make_ends() -> TargetEnds:
     return TargetEnds(*(torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3 for _ in range(2)), VOCAB - 1)
 
 
-def make_batch(config: TrainConfig, index: int, supervised: bool = True) -> HiddenBatch:
-    generator = torch.Generator().manual_seed(100 + index)
-    tokens = config.data.token_budget
-    lengths = [20 + index % 5, 11, 17]
-    used = sum(lengths)
-    doc_ids = torch.full((tokens,), -1, dtype=torch.int32)
-    positions = torch.zeros(tokens, dtype=torch.int64)
+def lay_out(config: TrainConfig, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(doc_ids [T], positions [T], cu_seqlens [D + 1]) of documents one after another; what is left of T is padding."""
+    doc_ids = torch.full((config.data.token_budget,), -1, dtype=torch.int32)
+    positions = torch.zeros(config.data.token_budget, dtype=torch.int64)
     bounds = [0]
     for document, length in enumerate(lengths):
         doc_ids[bounds[-1] : bounds[-1] + length] = document
         positions[bounds[-1] : bounds[-1] + length] = torch.arange(length)
         bounds.append(bounds[-1] + length)
+    tail = [bounds[-1]] * (config.data.max_documents + 1 - len(bounds))
+    return doc_ids, positions, torch.tensor(bounds + tail, dtype=torch.int32)
+
+
+def make_batch(config: TrainConfig, index: int, supervised: bool = True) -> HiddenBatch:
+    generator = torch.Generator().manual_seed(100 + index)
+    tokens = config.data.token_budget
+    lengths = [20 + index % 5, 11, 17]
+    doc_ids, positions, cu_seqlens = lay_out(config, lengths)
     loss_mask = (torch.rand(tokens, generator=generator) < 0.8) & (doc_ids >= 0) & supervised
     anchors, keep = sample_anchors(loss_mask, doc_ids, config.data.block_slots, anchor_generator(0, index))
-    cu_seqlens = torch.tensor(bounds + [bounds[-1]] * (config.data.max_documents + 1 - len(bounds)), dtype=torch.int32)
     packed = PackedBatch(
         index=index,
         cursor={},
@@ -87,7 +92,7 @@ def make_batch(config: TrainConfig, index: int, supervised: bool = True) -> Hidd
         anchors_N=anchors,
         keep_N=keep,
         documents=3,
-        tokens=used,
+        tokens=sum(lengths),
     )
     return HiddenBatch(packed=packed, hidden_TKH=torch.randn(tokens, FEATURES * HIDDEN, generator=generator))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.trainer.small_step import FEATURES, make_batch, make_config
+from tests.trainer.small_step import FEATURES, lay_out, make_batch, make_config
 from trainer import torch_setup
 from trainer.config import TrainConfig
 from trainer.data.batch import HiddenBatch
@@ -65,18 +65,11 @@ def gpu_batch(config: TrainConfig, index: int, device: str = DEVICE) -> HiddenBa
     generator = torch.Generator().manual_seed(index)
     tokens, lengths = config.data.token_budget, [400 + 7 * (index % 9), 150, 300]
     ids = torch.randint(0, GPU_VOCAB - 1, (tokens,), generator=generator)
-    doc_ids = torch.full((tokens,), -1, dtype=torch.int32)
-    positions = torch.zeros(tokens, dtype=torch.int64)
-    bounds = [0]
-    for document, length in enumerate(lengths):
-        doc_ids[bounds[-1] : bounds[-1] + length] = document
-        positions[bounds[-1] : bounds[-1] + length] = torch.arange(length)
-        bounds.append(bounds[-1] + length)
+    doc_ids, positions, cu_seqlens = lay_out(config, lengths)
     mask = (torch.rand(tokens, generator=generator) < 0.7) & (doc_ids >= 0)
     anchors, keep = sample_anchors(mask, doc_ids, config.data.block_slots, anchor_generator(0, index))
     keep = keep & (torch.arange(keep.numel()) < keep.numel() - 3)
     anchors = torch.where(keep, anchors, tokens)
-    cu_seqlens = torch.tensor(bounds + [bounds[-1]] * (config.data.max_documents + 1 - len(bounds)), dtype=torch.int32)
     packed = dataclasses.replace(
         packed,
         input_ids_T=ids,
@@ -86,7 +79,7 @@ def gpu_batch(config: TrainConfig, index: int, device: str = DEVICE) -> HiddenBa
         cu_seqlens_D1=cu_seqlens,
         anchors_N=anchors.to(torch.int32),
         keep_N=keep,
-        tokens=bounds[-1],
+        tokens=sum(lengths),
     )
     hidden = torch.randn(tokens, FEATURES * GPU_HIDDEN, generator=generator)
     return HiddenBatch(packed=packed, hidden_TKH=hidden.to(device, getattr(torch, config.target.dtype)))
