@@ -154,7 +154,8 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
         # What attention reads; and its output once more, as rows.
         kept += layers * (rows * (heads + 2 * kv_heads) + context * 2 * kv_heads)
         kept += 0 if step.fp8 else deep * heads
-    again = _elementwise_again(config)
+    # In 8 bits, what the products of backward read has to be made anew anyway.
+    again = elementwise or (config.step_compiled and step.fp8)
     kept += deep * (2 if again else 4) * hidden  # twice the residual stream, and what the norms made of it
     kept += (deep - step.recompute_mlps * rows if step.recompute_mlps < layers else 0) * 2 * drafter.intermediate_size
     kept = width * (kept + (1 if again else 2) * context * hidden)
@@ -162,11 +163,6 @@ def kept_for_backward(config: TrainConfig, facts: TargetFacts) -> int:
         # Inputs of `fc` and of the output projection, as their products want them.
         kept += context * facts.features * hidden + (0 if elementwise else layers * rows * heads)
     return kept
-
-
-def _elementwise_again(config: TrainConfig) -> bool:
-    # In 8 bits, what the products of backward read has to be made anew anyway.
-    return config.elementwise_again or (config.step_compiled and config.step.fp8)
 
 
 def _loss_bytes(config: TrainConfig, facts: TargetFacts) -> int:

@@ -215,7 +215,11 @@ class PlainForward:
 
     def run(self, packed: PackedBatch) -> Any:
         """The model's output."""
-        return self._forward(packed.input_ids_T.view(self._documents, -1), states=False)
+        return self._forward(self._batch(packed), states=False)
+
+    def _batch(self, packed: PackedBatch) -> torch.Tensor:
+        """Token ids [D, S]."""
+        return packed.input_ids_T.view(self._documents, -1)
 
     @torch.no_grad()
     def _forward(self, ids_DS: torch.Tensor, *, states: bool) -> Any:
@@ -228,7 +232,7 @@ class PlainForward:
 
     def captured(self, packed: PackedBatch) -> list[torch.Tensor]:
         """[T, H] of each captured layer."""
-        return self._captured(packed.input_ids_T.view(self._documents, -1))
+        return self._captured(self._batch(packed))
 
     def in_fp32(self, packed: PackedBatch) -> list[torch.Tensor]:
         """[S, H] of each captured layer, of the first document, computed in fp32 from the weights as they are.
@@ -239,7 +243,7 @@ class PlainForward:
             stack.enter_context(_plain_recurrence(self._body))
             for module in (self._body.embed_tokens, *self._body.layers, self._body.norm):
                 stack.enter_context(_widened(module))
-            return self._captured(packed.input_ids_T.view(self._documents, -1)[:1])
+            return self._captured(self._batch(packed)[:1])
 
     def _captured(self, ids_DS: torch.Tensor) -> list[torch.Tensor]:
         found = self._forward(ids_DS, states=True).hidden_states

@@ -147,7 +147,7 @@ class Attention(nn.Module):
         context_keys = rotate(self.k_norm(self._heads(context_k)), *ropes.context)
         block_keys = rotate(self.k_norm(self._heads(block_k)), *ropes.block)
         keys, values = torch.cat((context_keys, block_keys)), self._heads(torch.cat((context_v, block_v)))
-        # Head by head in memory: read with the strides of rows, attention took a fifth more time (docs/benchmarks.md).
+        # Head by head in memory: attention's output follows its queries' strides, and its rows are made once, after it.
         queries, keys, values = (x.transpose(0, 1).contiguous() for x in (queries, keys, values))
         return queries, keys, values
 

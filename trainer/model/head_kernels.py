@@ -23,7 +23,7 @@ from trainer.model.fp8 import E4M3, SMALLEST_SCALE, Scaled
 
 TILE = 4096
 WARPS = 8
-LARGEST_E4M3 = 448.0
+LARGEST_E4M3 = torch.finfo(E4M3).max
 LOWEST = tl.constexpr(-1e30)
 """Where maxima start: minus infinity would give inf - inf."""
 
@@ -91,8 +91,7 @@ def row_pass(
     logits_RV: torch.Tensor, labels_R: torch.Tensor, weights_R: torch.Tensor, *, tile: int = TILE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(top-1 int64 [R], CE fp32 [R]); d(sum w*CE)/d(logits) is left in `logits_RV`. See `head.RowPass`."""
-    top_R, losses_R, _ = _launch(logits_RV, labels_R, weights_R, logits_RV, None, tile)
-    return top_R, losses_R
+    return _launch(logits_RV, labels_R, weights_R, logits_RV, None, tile)
 
 
 def scaled_row_pass(
@@ -102,7 +101,7 @@ def scaled_row_pass(
     rows, columns = logits_RV.shape
     values_RV = torch.empty(rows, columns, dtype=E4M3, device=logits_RV.device)
     scale_R1 = torch.empty(rows, 1, dtype=torch.float32, device=logits_RV.device)
-    top_R, losses_R, _ = _launch(logits_RV, labels_R, weights_R, values_RV, scale_R1, tile)
+    top_R, losses_R = _launch(logits_RV, labels_R, weights_R, values_RV, scale_R1, tile)
     return top_R, losses_R, Scaled(values_RV, scale_R1)
 
 
@@ -113,7 +112,7 @@ def _launch(
     values_RV: torch.Tensor,
     scale_R1: torch.Tensor | None,
     tile: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = logits_RV.shape
     top_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     losses_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
@@ -134,4 +133,4 @@ def _launch(
         tile=tile,
         num_warps=WARPS,
     )
-    return top_R, losses_R, values_RV
+    return top_R, losses_R

@@ -44,7 +44,7 @@ class Rotary(nn.Module):
         self.inv_freq = self._frequencies().to(self.inv_freq.device)
         return self
 
-    def forward(self, positions_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions_S: torch.Tensor) -> Rope:
         """cos and sin, each fp32 [S, R]: both halves of a head turn by the same angles."""
         angles = positions_S.float().unsqueeze(-1) * self.inv_freq
         return angles.cos(), angles.sin()

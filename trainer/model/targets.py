@@ -119,9 +119,10 @@ class Target:
         """Captured states [T, K*H] of documents [bounds[i], bounds[i+1]) in one forward, which must cover all T."""
         apart = self.apart
         kwargs: dict[str, Any] = {}
-        own = apart is not None and apart.own_recurrence and is_hybrid(self.model)
+        hybrid = is_hybrid(self.model)
+        own = hybrid and apart is not None and apart.own_recurrence
         recurrent = RowBounds.of(bounds, self._upload) if own else None
-        if is_hybrid(self.model) and not own and not (apart and apart.by_document):
+        if hybrid and not own and not (apart and apart.by_document):
             lengths = torch.tensor([b - a for a, b in itertools.pairwise(bounds)])
             cu_seqlens = self._upload(torch.tensor(bounds, dtype=torch.int32))
             seq_idx = torch.repeat_interleave(torch.arange(lengths.numel(), dtype=torch.int32), lengths)
