@@ -52,8 +52,8 @@ class Setting:
         }
 
     def apart(self) -> dict[str, str]:
-        """Drafters by themselves on the second half, as NCCL wants it; two devices are too few for that."""
-        if len(self.devices) < 3:
+        """Drafters by themselves on the second half, as NCCL wants it; empty where devices are too few."""
+        if len(self.devices) < 3 or not self.on_gpu:
             return {}
         half = len(self.devices) // 2
         return {
@@ -96,17 +96,17 @@ def correctness(work: Work, setting: Setting) -> None:
 
 
 def starts(work: Work, setting: Setting) -> None:
-    """`train` behind its gate: once from empty caches, then from warm ones; last with NCCL named."""
+    """`train` behind its gate: once from empty caches, then from warm ones; one with NCCL named, if it can be."""
     settings = small_run(setting.on_gpu) | setting.topology() | {"run.max_steps": str(STEPS if setting.on_gpu else 24)}
     caches = work.out / "caches"
     rows: list[dict[str, Any]] = []
     plans = [(f"start-{i + 1}", "cold" if i == 0 else "warm", "auto") for i in range(setting.starts)]
-    if setting.on_gpu:
+    if apart := setting.apart():
         # Second, so that it is not the one that falls to a short budget.
         plans.insert(1, ("start-nccl", "warm", "nccl"))
     for name, caches_are, exchange in plans:
         work.require(25.0 if rows else 5.0, name)
-        placed = setting.apart() if exchange == "nccl" else {}
+        placed = apart if exchange == "nccl" else {}
         found = run_to_end(
             work, name, settings | placed | {"run.exchange": exchange}, caches=caches, limit_s=START_LIMIT_S
         )
@@ -162,7 +162,7 @@ def pipeline(work: Work, setting: Setting) -> None:
         # On a CPU the logic is what is tried.
         size = ["--documents", "1", "--steps", "6"]
         if setting.on_gpu:
-            size = ["--documents", "4", "--steps", "30", "--set", "target.compile=true"]
+            size = ["--documents", "4", "--steps", "30"]
         words = ["--shape", setting.shape, *size, "--repeats", "4", "--json"]
         words += ["--targets", *targets, "--drafters", *drafters]
         done = work.call(

@@ -195,7 +195,7 @@ def operator(work: Work, setting: Setting) -> None:
         step = _await_step(root / "workspace" / "runs", min(work.left() - 45.0, START_LIMIT_S))
         work.check("training steps were logged", step is not None)
         if step is not None:
-            work.number("first step seen after seconds", time.time() - launched.seconds - step["began"])
+            work.number("seconds from the trainer's start to its first step", step["time"] - step["began"])
     finally:
         stopped = fab("stop", limit_s=60.0)
     work.check("fab stop: exit 0, run stopped in order", stopped.code == 0 and "stopped on request" in stopped.text)

@@ -80,7 +80,7 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
         ),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
         on_gate_open=torch_setup.forbid_compilation,
-        warm_target=(lambda made: cast("Target | WithFinalStates", made).warm_up()) if config.target.compile else None,
+        warm_target=(lambda made: cast("Target | WithFinalStates", made).warm_up()) if first.compiled else None,
     )
 
 

@@ -49,9 +49,10 @@ class TargetConfig:
     """`row`: a packed row is one forward (refused where documents would leak into each other); `documents`: one
     forward each; `auto`: `row` on a GPU where a trial shows no leak, else `documents`. A hybrid whose kernels cannot
     tell documents apart runs `row` with its recurrent mixers document by document."""
-    compile: bool = False
+    compile: bool | None = None
     """Compile all of a packed row's forward but attention and recurrences, for rows of data.token_budget, padding
-    included; needs `row`. 1.4 times as fast as transformers' own forward at the 27B shape, 20 s more at the start."""
+    included; needs `row`. 1.4 times as fast as transformers' own forward at the 27B shape, 20 s more at the start.
+    None: on a GPU where the trainer knows the model's layers."""
     fp8: bool = False
     """Hold and multiply the decoder's weights in 8 bits (e4m3, one scale for each row). The drafter then trains on
     states that are a few percent off; `trainer bench target --fp8` says how much."""

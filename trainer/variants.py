@@ -40,7 +40,8 @@ def graphwarm(recipe: TrainConfig) -> TrainConfig:
 
 def sdpa(recipe: TrainConfig) -> TrainConfig:
     """Chunked SDPA, nothing compiled, no warm-up needed: the slow and simple one."""
-    return replace(recipe, variant="sdpa", attention="sdpa", graphs="none", compile=False)
+    target = replace(recipe.target, compile=False)
+    return replace(recipe, variant="sdpa", attention="sdpa", graphs="none", compile=False, target=target)
 
 
 VARIANTS: dict[str, Variant] = {v.__name__: v for v in (threadwarm, flex, graphwarm, sdpa)}

@@ -140,6 +140,12 @@ def test_joined_projections_are_one_matrix_held_once() -> None:
     assert torch.equal(target.document_states(ids), plain.document_states(ids))
 
 
+def test_on_a_cpu_a_target_is_compiled_by_name_only() -> None:
+    assert not load_target(TargetConfig(dtype="float32"), "cpu").compiled
+    assert not load_target(TargetConfig(dtype="float32", packing="row"), "cpu").compiled
+    assert load_target(TargetConfig(dtype="float32", compile=True), "cpu").compiled
+
+
 def test_rows_of_no_fixed_length_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"set target\.packing=row"):
         TargetConfig(compile=True, packing="documents")

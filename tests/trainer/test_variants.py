@@ -18,17 +18,21 @@ def gpus(count: int) -> Hardware:
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "graphs", "compiled"),
+    ("name", "attention", "graphs", "compiled", "target_compiled"),
     [
-        ("threadwarm", "flex", "step", True),
-        ("flex", "flex", "none", True),
-        ("graphwarm", "flex", "compiler", True),
-        ("sdpa", "sdpa", "none", False),
+        ("threadwarm", "flex", "step", True, None),
+        ("flex", "flex", "none", True, None),
+        ("graphwarm", "flex", "compiler", True, None),
+        ("sdpa", "sdpa", "none", False, False),
     ],
 )
-def test_the_table_of_variants(name: str, attention: str, graphs: str, compiled: bool) -> None:
+def test_the_table_of_variants(
+    name: str, attention: str, graphs: str, compiled: bool, target_compiled: bool | None
+) -> None:
+    """None: the target is compiled where the machine and the model allow it."""
     config = config_for(name, {}, NOTHING)
     assert (config.variant, config.attention, config.graphs, config.compile) == (name, attention, graphs, compiled)
+    assert config.target.compile is target_compiled
     assert VARIANTS[name].__doc__
 
 

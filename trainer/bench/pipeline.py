@@ -171,7 +171,9 @@ def pipeline_config(
     stretch = max(steps // MARKS, (run.queue_depth + 1) * len(targets) + 2)
     return replace(
         base,
-        target=replace(target_config(name, "auto", torch.device(targets[0])), num_features=shape.features),
+        target=replace(
+            target_config(name, "auto", torch.device(targets[0]), compile=None), num_features=shape.features
+        ),
         topology=TopologyConfig(target=tuple(targets), drafter=tuple(drafters), verifier=(targets[0],)),
         run=replace(
             run,

@@ -190,7 +190,7 @@ def bench_target(
 
 
 def target_config(
-    name: str, packing: str, device: torch.device, *, compile: bool = False, fp8: bool = False
+    name: str, packing: str, device: torch.device, *, compile: bool | None = False, fp8: bool = False
 ) -> TargetConfig:
     """The measured target's settings."""
     return TargetConfig(

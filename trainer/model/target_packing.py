@@ -26,9 +26,10 @@ def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "docu
     needs_row = config.packing == "row" or config.compile
     if config.packing == "documents" or (target.device.type == "cpu" and not needs_row):
         return "documents"
-    known = is_hybrid(target.model) and rows_keep_documents_apart(decoder_layers(target.model))
-    if config.compile or known:
-        target.apart = take_apart(target, compile=config.compile)
+    known = rows_keep_documents_apart(decoder_layers(target.model))
+    compile = config.compile if config.compile is not None else known and target.device.type == "cuda"
+    if compile or (known and is_hybrid(target.model)):
+        target.apart = take_apart(target, compile=compile)
     leak = packing_leak(target)
     if leak is not None and needs_row and is_hybrid(target.model):
         apart = target.apart = target.apart or take_apart(target, compile=False)

@@ -95,6 +95,11 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.embed_VH.dtype
 
+    @property
+    def compiled(self) -> bool:
+        """Whether packed rows of the announced length run compiled (`fix_row_length`, `warm_up`)."""
+        return self.apart is not None and self.apart.compile
+
     @torch.no_grad()
     def document_states(
         self, input_ids_T: torch.Tensor, out: torch.Tensor | None = None, *, final: bool = False
@@ -216,9 +221,9 @@ class Target:
     def fix_row_length(self, tokens: int) -> None:
         """From now on rows of this many tokens run compiled; the first one compiles, which is the gate's business.
 
-        Without `target.compile` this does nothing.
+        Where rows are not compiled this does nothing.
         """
-        if self.apart is not None and self.apart.compile:
+        if self.compiled:
             self.tokenwise.tokens = tokens
 
     def warm_up(self) -> None:
