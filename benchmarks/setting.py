@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from functools import cache
 
-from trainer import torch_setup
+from benchmarks.parts import ROOT
 from trainer.launch import versions
-from trainer.topology import probe_hardware
 
 START_LIMIT_S = 240.0
 """A start that takes longer has hung: cold ones took up to 117 s on one H200."""
@@ -61,10 +64,17 @@ class Machine:
         }
 
 
+@cache
 def this_machine() -> Machine:
-    """The GPUs here; without one, one CPU."""
-    torch_setup.set_environment()
-    names = probe_hardware().gpus
+    """The GPUs here; without one, one CPU.
+
+    Asked in a process of its own: one that has asked CUDA holds the cards open, and `fab launch` refuses held cards.
+    """
+    ask = "import json; from trainer.topology import probe_hardware; print(json.dumps(probe_hardware().gpus))"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    names = tuple(json.loads(done.stdout.splitlines()[-1]))
     return Machine(tuple(f"cuda:{i}" for i in range(len(names))) or ("cpu",), names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,7 +14,7 @@ from trainer import torch_setup
 from trainer.config import TrainConfig
 from trainer.data.stream import BatchStream
 from trainer.decode import decode_acceptance
-from trainer.evaluate import TeacherForced
+from trainer.evaluate import Acceptance, TeacherForced
 from trainer.export import initialise
 from trainer.memory import check_memory, free_memory
 from trainer.model.attention import SdpaAttention, layer_layouts
@@ -25,14 +26,14 @@ from trainer.parts import Evaluate, Evaluation, Parts, TargetModel
 from trainer.step import TargetEnds, TrainStep
 
 
-def quiet(complaint: str) -> None:
-    """Nobody wants to hear of bad documents."""
+def quiet(text: str) -> None:
+    """Nobody wants to hear it."""
 
 
-def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
+def assemble(config: TrainConfig, say: Callable[[str], None] = quiet) -> Parts:
     """Load the target once for each device that needs it, and bind the factories.
 
-    `tell` hears of bad documents, with file and line.
+    `say` takes lines for the log: what is loaded and how its rows will run, and bad documents, with file and line.
 
     Runs in the main thread before any other starts, so nothing compiles beside it.
     Raises TargetError, DataError and ConfigError for what is foreseeable.
@@ -43,12 +44,13 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
     verifiers = topology.verifier or topology.target[:1]
     if free := free_memory(config):
         check_memory(config, weigh(config.target), free)
-    targets = {device: load_target(config.target, device) for device in dict.fromkeys([*topology.target, *verifiers])}
-    for loaded in targets.values():
-        loaded.fix_row_length(config.data.token_budget)
+    targets = {device: load(config, device, say) for device in dict.fromkeys([*topology.target, *verifiers])}
     first = targets[topology.target[0]]
     ends = TargetEnds(first.embed_VH, first.head_VH, first.mask_token(config.drafter))
     shape = first.drafter_shape(config.drafter)
+
+    def tell(complaint: str) -> None:
+        say(f"skipped   {complaint}")
 
     def open_source(cursor: dict[str, Any] | None) -> BatchStream:
         stream = open_stream(config, first, tell)
@@ -82,6 +84,20 @@ def assemble(config: TrainConfig, tell: Callable[[str], None] = quiet) -> Parts:
         on_gate_open=torch_setup.forbid_compilation,
         warm_target=(lambda made: cast("Target | WithFinalStates", made).warm_up()) if first.compiled else None,
     )
+
+
+def load(config: TrainConfig, device: str, say: Callable[[str], None]) -> Target:
+    """The run's target on one device."""
+    say(f"target    loading {config.target.path} onto {device}")
+    began = time.monotonic()
+    target = load_target(config.target, device)
+    target.fix_row_length(config.data.token_budget)
+    rows = {"row": "in one forward", "documents": "document by document"}[target.packing]
+    say(
+        f"target    loaded onto {device} after {time.monotonic() - began:.1f} s; packed rows run {rows}"
+        f"{', compiled' if target.compiled else ''}"
+    )
+    return target
 
 
 def open_stream(config: TrainConfig, target: Target, tell: Callable[[str], None] = quiet) -> BatchStream:
@@ -119,16 +135,25 @@ def make_evaluate(
         attention.fill(anchors_N, keep_N, doc_ids_T, torch.empty(0))  # SDPA masks by doc_ids alone
         return attention
 
+    rehearsed = False
+
+    def decode(prompts: list[torch.Tensor], tokens: int) -> Acceptance:
+        return decode_acceptance(drafter, target, prompts, max_new_tokens=tokens, mask_token_id=mask_token_id)
+
     def evaluate(weights: dict[str, torch.Tensor], *, last: bool) -> Evaluation:
+        nonlocal rehearsed
         drafter.load_state_dict(weights, strict=True)
         found = heldout.measure(drafter, make_attend=attend, chunk_rows=config.loss.chunk_rows)
         decoded = None
         if prompts and (last or always_decode):
-            true = decode_acceptance(
-                drafter, target, prompts, max_new_tokens=run.decode_tokens, mask_token_id=mask_token_id
-            )
+            true = decode(prompts, run.decode_tokens)
             if true.rounds:  # a drafter so good that its first round is cut at decode_tokens has none to count
                 decoded = Evaluation(true.mean, list(true.by_position), true.rounds)
+        elif prompts and not rehearsed:
+            # The first evaluation is the verifier's warm-up: what decoding needs (kernels, memory) is had here, behind
+            # the gate, and not while the run ends.
+            decode(prompts[:1], min(run.decode_tokens, 2 * config.drafter.block_size))
+        rehearsed = True
         return Evaluation(found.mean, list(found.by_position), found.rounds, decoded)
 
     return evaluate

@@ -98,7 +98,7 @@ class _Run:
             )
             pipeline = Pipeline(
                 config,
-                assemble(config, lambda complaint: metrics.say(f"skipped   {complaint}")),
+                assemble(config, metrics.say),
                 metrics,
                 self._store,
                 resumed=resume.loaded,

@@ -225,9 +225,7 @@ class FlatAdamW:
         """Everything that a bit-exact resume needs: copies in host memory, the device has no room for them to spare."""
         master, square = (torch.empty(self.weights_P.shape, dtype=torch.float32) for _ in range(2))
         for chunk in self._chunks():
-            found = self._whole(chunk)
-            square[chunk].copy_(found[0])
-            master[chunk].copy_(found[1])
+            square[chunk], master[chunk] = self._whole(chunk)
         mean, step = (x.to("cpu", copy=True) for x in (self.mean_P, self.step))
         return {"master": master, "mean": mean, "square": square, "step": step}
 

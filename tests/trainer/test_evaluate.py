@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from benchmarks.setting import SMALLER
+from trainer import assembly
 from trainer.config import DataConfig, DrafterConfig, TargetConfig
 from trainer.data.packing import Document
-from trainer.evaluate import acceptance, evaluation_rows, even_anchors
+from trainer.evaluate import Acceptance, acceptance, evaluation_rows, even_anchors
 from trainer.model.drafter import Drafter
 from trainer.model.target_loading import load_target
 from trainer.model.targets import Target
+from trainer.topology import Hardware
+from trainer.variants import config_for
 
 BLOCK = 4
 DATA = DataConfig(token_budget=64, block_slots=8, max_documents=4, max_document_tokens=32)
@@ -84,3 +90,27 @@ def test_an_untrained_drafter_accepts_next_to_nothing(target: Target) -> None:
 
 def test_nothing_held_out_gives_no_rounds(target: Target) -> None:
     assert acceptance(drafter_of(target), target, [], DATA, mask_token_id=1).rounds == 0
+
+
+def test_decoding_is_rehearsed_in_the_first_evaluation_and_done_in_the_last(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decoding compiles or allocates on a GPU then comes behind the gate."""
+    asked: list[tuple[int, int]] = []
+    real = assembly.decode_acceptance
+
+    def spy(drafter: Drafter, model: Target, prompts: Sequence[torch.Tensor], **rest: int) -> Acceptance:
+        asked.append((len(prompts), rest["max_new_tokens"]))
+        return real(drafter, model, prompts, **rest)
+
+    monkeypatch.setattr(assembly, "decode_acceptance", spy)
+    config = config_for(
+        "threadwarm",
+        {**SMALLER, "run.decode_prompts": "2", "run.decode_tokens": "24", "target.num_features": "2"},
+        Hardware(),
+    )
+    evaluate = assembly.make_evaluate(config, target, always_decode=False)
+    weights = Drafter(target.drafter_shape(config.drafter)).state_dict()
+    found = [evaluate(weights, last=last) for last in (False, False, True)]
+    assert asked == [(1, 16), (2, 24)]
+    assert [bool(evaluation.decoded) for evaluation in found] == [False, False, True]

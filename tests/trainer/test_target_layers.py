@@ -184,6 +184,7 @@ def test_a_run_compiles_its_target_in_a_turn_of_its_own_and_nothing_afterwards(t
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "packed rows run in one forward, compiled" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     turns = [event["thread"] for event in rows if event["event"] == "warmup"]
     assert turns == ["drafter0", "drafter1", "target0", "verifier0"]

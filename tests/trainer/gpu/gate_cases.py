@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.trainer.gpu.setting import (
     DEVICE,
-    GPU_HIDDEN,
     as_drafter,
     gpu_batch,
     gpu_config,
@@ -137,19 +137,19 @@ def a_new_shape_after_the_gate_is_refused() -> None:
         config = gpu_config("none")
         step = warmed(config)
         torch_setup.forbid_compilation()
-        inputs = step.inputs
+        step.load(gpu_batch(config, 0))
+        step.accumulate()  # as it was warmed: nothing to refuse
+        real = step._forward
+        step._forward = lambda drafter, hidden_TKH, *rest: real(drafter, hidden_TKH[:-8], *rest)
         with pytest.raises(RuntimeError, match="recompile") as refused:
-            step._forward(
-                step.drafter,
-                inputs.hidden_TKH[:-8],
-                inputs.positions_T[:-8],
-                torch.zeros(768, GPU_HIDDEN, device=DEVICE, dtype=torch.bfloat16),
-                torch.zeros(768, dtype=torch.int64, device=DEVICE),
-                step.attention,
-            )
+            step.accumulate()
         print(str(refused.value)[-300:])
 
     on_one_thread(run)
+
+
+class Interrupted(Exception):
+    """Ends a step after its forward."""
 
 
 def warming_without_gradients_is_caught() -> None:
@@ -157,17 +157,17 @@ def warming_without_gradients_is_caught() -> None:
         config = gpu_config("none")
         step = gpu_step(config)
         step.load(gpu_batch(config, 0))
-        inputs = step.inputs
-        step.attention.fill(inputs.anchors_N, inputs.keep_N, inputs.doc_ids_T, inputs.cu_seqlens_D1)
-        with torch.no_grad():
-            step._forward(
-                step.drafter,
-                inputs.hidden_TKH,
-                inputs.positions_T,
-                torch.zeros(768, GPU_HIDDEN, device=DEVICE, dtype=torch.bfloat16),
-                torch.zeros(768, dtype=torch.int64, device=DEVICE),
-                step.attention,
-            )
+        real = step._forward
+
+        def without_gradients(*args: Any) -> torch.Tensor:
+            with torch.no_grad():
+                real(*args)
+            raise Interrupted
+
+        step._forward = without_gradients
+        with pytest.raises(Interrupted):
+            step.accumulate()
+        step._forward = real
         torch_setup.forbid_compilation()
         with pytest.raises(RuntimeError, match="recompile") as refused:
             step.accumulate()

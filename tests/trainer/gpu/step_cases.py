@@ -174,6 +174,7 @@ def memory_is_flat() -> None:
         train(step, batches * 5)
         before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         train(step, batches * 50)
+        step.fingerprint(), step.state_dict()  # what a checkpoint asks for
         assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
         stats = torch.cuda.memory_stats()
         assert stats["num_alloc_retries"] == 0
