@@ -41,7 +41,7 @@ def assemble(config: TrainConfig, say: Callable[[str], None] = quiet) -> Parts:
     topology = config.topology
     torch_setup.configure_process()
     torch_setup.check_graphs(config.graphs, topology.drafter, torch_setup.torch_version())
-    verifiers = topology.verifier or topology.target[:1]
+    verifiers = topology.evaluating
     if free := free_memory(config):
         check_memory(config, weigh(config.target), free)
     targets = {device: load(config, device, say) for device in dict.fromkeys([*topology.target, *verifiers])}

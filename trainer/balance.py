@@ -62,10 +62,7 @@ def stages_of(topology: TopologyConfig) -> tuple[Stage, ...]:
         Stage("prefetcher", "data", "cpu"),
         *(Stage(f"target{t}", "target", device) for t, device in enumerate(topology.target)),
         *(Stage(f"drafter{d}", "drafter", device) for d, device in enumerate(topology.drafter)),
-        *(
-            Stage(f"verifier{v}", "verifier", device)
-            for v, device in enumerate(topology.verifier or topology.target[:1])
-        ),
+        *(Stage(f"verifier{v}", "verifier", device) for v, device in enumerate(topology.evaluating)),
     )
 
 

@@ -255,6 +255,11 @@ class TopologyConfig:
         _require(len(self.target) >= 1, "topology.target needs at least one device")
         _require(len(self.drafter) >= 1, "topology.drafter needs at least one device")
 
+    @property
+    def evaluating(self) -> tuple[str, ...]:
+        """Devices of the verifiers; where none is named, the first target's is one."""
+        return self.verifier or self.target[:1]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:

@@ -95,8 +95,13 @@ class RunLeader:
         return self._first
 
     def ready(self, step: DrafterStep) -> None:
-        """Keep the starting weights for the verifiers' warm-up."""
-        self._first = WeightSnapshot.of(self._progress.step, step.weights())
+        """Keep the starting weights for the verifiers' warm-up.
+
+        As many copies are made as will ever be held (one by each verifier, one that waits), so that the allocator has
+        room for them from now on.
+        """
+        copies = [step.weights() for _ in range(1 + len(self._config.topology.evaluating))]
+        self._first = WeightSnapshot.of(self._progress.step, copies[0])
 
     def gate_opened(self) -> None:
         """Rates and shares count from here."""
@@ -121,13 +126,16 @@ class RunLeader:
                 self._diverged(number, step, numbers, consumed[-1].cursor)
             if log:
                 self._log(number, numbers, consumed[-1].skipped, last=last)
+        evaluate = not decided.stop and (save or number % run.eval_every == 0)  # at saves: the best one can be told
         if decided.stop:
             self._box.cancel()  # a stop has seconds, an evaluation may need minutes
-        elif save or number % run.eval_every == 0:
-            # Also at every save, so that the best checkpoint can be told.
-            self._box.publish(WeightSnapshot.of(number, step.weights(), last=last))
-        if save:
-            self._saves.put(self._snapshot(number, step, consumed[-1].cursor), run.stall_deadline_s)
+        if save or evaluate:
+            self._box.drop()  # before there is another copy
+            weights = step.weights()
+            if evaluate:
+                self._box.publish(WeightSnapshot.of(number, weights, last=last))
+            if save:
+                self._saves.put(self._snapshot(number, step, weights, consumed[-1].cursor), run.stall_deadline_s)
         if last:
             self._saves.close()
 
@@ -186,13 +194,16 @@ class RunLeader:
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was due before"
         else:
             # The optimizer refused the update, so the weights are still those of the last good step.
-            kept = f"the weights before it are saved in {self._save_now(self._snapshot(number, step, cursor))}"
+            saved = self._save_now(self._snapshot(number, step, step.weights(), cursor))
+            kept = f"the weights before it are saved in {saved}"
         raise Diverged(
             f"loss {numbers.loss}, gradient norm {numbers.grad_norm} at step {number}; {kept}. Look at the data of the "
             "last batches (NaN in hidden states?), or lower optim.lr, and go on with --resume auto"
         )
 
-    def _snapshot(self, number: int, step: DrafterStep, cursor: dict[str, Any] | None) -> Snapshot:
+    def _snapshot(
+        self, number: int, step: DrafterStep, weights: dict[str, torch.Tensor], cursor: dict[str, Any] | None
+    ) -> Snapshot:
         summary = self._keeper.summary
         progress = Progress(
             step=number,
@@ -202,7 +213,7 @@ class RunLeader:
             loss_first=summary.loss_first,
             accept_len_first=summary.accept_len_first,
         )
-        return copy_to_cpu(progress, step.weights(), step.state_dict())
+        return copy_to_cpu(progress, weights, step.state_dict())
 
 
 def memory_by_device() -> dict[str, dict[str, int]]:

@@ -46,7 +46,8 @@ def drafter_parameters(config: TrainConfig, facts: TargetFacts) -> int:
 def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
     """Every role's need on its GPU; roles on the CPU are left out."""
     topology = config.topology
-    holders = dict.fromkeys([*topology.target, *topology.verifier])
+    holders = dict.fromkeys([*topology.target, *topology.evaluating])
+    weights = drafter_parameters(config, facts) * _width(config)
     found = [Need(f"target on {device}", device, _target_bytes(config, facts)) for device in holders]
     batch = config.data.token_budget * facts.features * facts.hidden_size * _width(config)
     for device in topology.target:
@@ -61,10 +62,11 @@ def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
         found.append(Need(f"drafter{rank} on {device}", device, _drafter_bytes(config, facts, shared)))
         if exchange := _exchange_bytes(config, facts):
             found.append(Need(f"gradient exchange on {device}", device, exchange))
-    for rank, device in enumerate(topology.verifier):
-        found.append(
-            Need(f"verifier{rank} on {device}", device, 2 * drafter_parameters(config, facts) * _width(config))
-        )
+    # Drafter 0 makes the copies of its weights that are evaluated, or wait for it.
+    copies = 1 + len(topology.evaluating)
+    found.append(Need(f"weights to evaluate on {topology.drafter[0]}", topology.drafter[0], copies * weights))
+    for rank, device in enumerate(topology.evaluating):
+        found.append(Need(f"verifier{rank} on {device}", device, weights))
     return [need for need in found if need.device != "cpu"]
 
 
@@ -119,8 +121,7 @@ def _exchange_bytes(config: TrainConfig, facts: TargetFacts) -> int:
         return 0
     # A sum in fp32, and a piece in the gradients' type on its way in and out.
     pieces = min(PIECE, drafter_parameters(config, facts)) * (4 + 2 * _width(config))
-    verifiers = topology.verifier or topology.target[:1]
-    how = choose(config.run.exchange, topology.drafter, (*topology.target, *verifiers))
+    how = choose(config.run.exchange, topology.drafter, (*topology.target, *topology.evaluating))
     return pieces + (NCCL_BYTES if how == "nccl" else 0)
 
 

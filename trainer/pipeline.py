@@ -94,7 +94,7 @@ class Pipeline:
     def _build(self, parts: Parts, resumed: Loaded | None, alarm: bool) -> None:
         config, run, topology = self._config, self._config.run, self._config.topology
         targets, drafters = len(topology.target), len(topology.drafter)
-        verifiers = topology.verifier or topology.target[:1]
+        verifiers = topology.evaluating
         depth, stall_s = run.queue_depth, run.stall_deadline_s
         packed: list[Channel[PackedBatch]] = [
             Channel(depth, name=f"prefetcher -> target{t}", scope=self.scope, deadline_s=stall_s)

@@ -95,6 +95,15 @@ def test_a_verifier_elsewhere_holds_a_target_too() -> None:
     assert not needs(config(("cpu",), ("cpu",), ("cpu",)), FACTS_27B)
 
 
+def test_the_first_drafters_device_holds_the_weights_that_are_evaluated() -> None:
+    """A copy for each verifier, and one that waits."""
+    for verifiers in (("cuda:2",), ("cuda:2", "cuda:3"), ()):
+        made = config(("cuda:0",), ("cuda:1", "cuda:4"), verifiers)
+        (need,) = (need for need in needs(made, FACTS_27B) if need.role.startswith("weights to evaluate"))
+        assert need.device == "cuda:1"
+        assert need.bytes == (1 + max(1, len(verifiers))) * 2 * drafter_parameters(made, FACTS_27B)
+
+
 @pytest.mark.parametrize(("path", "least", "most"), [("tiny", 1e6, 2e7), ("shape:27b", 25e9, 29e9)])
 def test_a_target_is_weighed_without_loading_it(path: str, least: float, most: float) -> None:
     facts = weigh(replace(TargetConfig(), path=path))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import wait_until
 from trainer.channel import Closed
+from trainer.gate import Gate
+from trainer.parts import Evaluation
 from trainer.scope import Cancelled, Scope
-from trainer.stages.verifier import SnapshotBox, WeightSnapshot
+from trainer.stages.clock import StageClock
+from trainer.stages.verifier import SnapshotBox, VerifierLoop, WeightSnapshot
 
 WAIT_S = 120.0
 
@@ -34,6 +42,14 @@ class TestSnapshotBox:
         assert box.take().step == 2
         with pytest.raises(Closed):
             box.take()
+
+    def test_what_nobody_took_can_be_dropped_unless_it_is_the_last(self) -> None:
+        box = SnapshotBox()
+        box.publish(snapshot(1))
+        box.drop()
+        box.publish(snapshot(2, last=True))
+        box.drop()
+        assert box.take().step == 2
 
     @settings(max_examples=20, deadline=None)
     @given(verifiers=st.integers(1, 4), published=st.integers(1, 30))
@@ -78,3 +94,35 @@ class TestSnapshotBox:
         scope.cancel()
         assert scope.wait(WAIT_S)
         assert outcome == ["cancelled"]
+
+
+def test_evaluated_weights_are_let_go_while_the_next_are_waited_for() -> None:
+    """Copies of a drafter's weights: gigabytes on its device. Failed while the loop kept its last snapshot."""
+    scope, box = Scope(), SnapshotBox()
+    weights: list[weakref.ref[torch.Tensor]] = []
+    evaluated = threading.Event()
+    gate = Gate(["verifier0"], deadline_s=WAIT_S, on_overdue=lambda overdue: None, scope=scope)
+
+    def made(step: int, *, last: bool = False) -> WeightSnapshot:
+        found = snapshot(step, last=last)
+        weights.append(weakref.ref(found.weights["w"]))
+        return found
+
+    loop = VerifierLoop(
+        0,
+        lambda: lambda weights, *, last: Evaluation(1.0, [], 0),
+        nullcontext,
+        lambda: made(0),
+        box,
+        gate,
+        StageClock("cpu"),
+        lambda step, evaluation, seconds: evaluated.set() if step else None,
+    )
+    scope.go("verifier0", loop.run)
+    gate.wait_open()
+    box.publish(made(1))
+    assert evaluated.wait(WAIT_S)
+    wait_until(lambda: all(ref() is None for ref in weights), "both copies are gone")
+    box.publish(made(2, last=True))
+    assert scope.wait(WAIT_S)
+    assert scope.error is None

@@ -68,6 +68,7 @@ class TargetForwardLoop:
 
     def _forward_all(self, target: TargetModel) -> None:
         batches = iter(self._inbox)
+        reserved = False
         while True:
             with self._clock.state("input"):
                 packed = next(batches, None)
@@ -78,6 +79,10 @@ class TargetForwardLoop:
                 hidden_TKH = target.hidden_states(packed)
             ready = None
             if hidden_TKH.is_cuda:
+                if not reserved:
+                    # As many as may wait, one more in the hands of each drafter: no later step then asks for memory.
+                    [torch.empty_like(hidden_TKH) for box in self._outboxes for _ in range(box.capacity + 1)]
+                    reserved = True
                 ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 ready.record(torch.cuda.current_stream(hidden_TKH.device))
             with self._clock.state("output"):

@@ -59,6 +59,12 @@ class SnapshotBox:
             self._closed = snapshot.last
             self._condition.notify_all()
 
+    def drop(self) -> None:
+        """Forget a snapshot that nobody has taken: a newer one is about to be made. The last one stays."""
+        with self._condition:
+            if not self._closed:
+                self._snapshot = None
+
     def take(self) -> WeightSnapshot:
         """Wait for a snapshot. Raises Closed when the last one was taken, Cancelled when nobody wants more."""
         with self._condition:
@@ -125,6 +131,7 @@ class VerifierLoop:
                     return
                 with self._clock.state("busy", batch=True):
                     self._evaluate(evaluate, snapshot, report=True)
+                del snapshot  # while the next one is waited for, its weights would take room
 
     def _evaluate(self, evaluate: Evaluate, snapshot: WeightSnapshot, *, report: bool) -> None:
         began = time.monotonic()
