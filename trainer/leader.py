@@ -95,13 +95,12 @@ class RunLeader:
         return self._first
 
     def ready(self, step: DrafterStep) -> None:
-        """Keep the starting weights for the verifiers' warm-up.
+        """Keep the starting weights for the verifiers' warm-up."""
+        self._first = WeightSnapshot.of(self._progress.step, step.weights())
 
-        As many copies are made as will ever be held (one by each verifier, one that waits), so that the allocator has
-        room for them from now on.
-        """
-        copies = [step.weights() for _ in range(1 + len(self._config.topology.evaluating))]
-        self._first = WeightSnapshot.of(self._progress.step, copies[0])
+    def reserve(self, step: DrafterStep) -> None:
+        """Make as many copies of the weights as will ever be held: one by each verifier, one that waits."""
+        [step.weights() for _ in range(1 + len(self._config.topology.evaluating))]
 
     def gate_opened(self) -> None:
         """Rates and shares count from here."""

@@ -288,8 +288,6 @@ class TrainStep:
         else:
             for step in steps:
                 step()
-        # A checkpoint reads the masters in pieces, as this does: their memory is taken here, not in the midst of a run.
-        self.fingerprint()
         self.grads.zero_()
         self.stats.zero_()
         self._report.zero_()

@@ -40,6 +40,10 @@ class Leader(Protocol):
         """After the warm-up, still inside the gate."""
         ...
 
+    def reserve(self, step: DrafterStep) -> None:
+        """When the gate has opened: take the memory that will be needed."""
+        ...
+
     def after_step(self, number: int, step: DrafterStep, decided: Round) -> None:
         """After every applied step."""
         ...
@@ -105,6 +109,7 @@ class DrafterTrainLoop:
                 with self._clock.state("input"):
                     self._gate.wait_open()
                 self._clock.follow_device()
+                self._reserve(step)
                 self._train(step)
         finally:
             for inbox in self._inboxes:
@@ -120,6 +125,15 @@ class DrafterTrainLoop:
         if self._leader is not None:
             self._leader.ready(step)
         return step
+
+    def _reserve(self, step: DrafterStep) -> None:
+        """Checkpoints and evaluations get their memory now, so that it is flat from the first step on.
+
+        Not in the warm-up: a capture empties the allocator's cache, so the last drafter's would take it away again.
+        """
+        step.fingerprint()  # reads the masters in pieces, as a checkpoint does
+        if self._leader is not None:
+            self._leader.reserve(step)
 
     def _train(self, step: DrafterStep) -> None:
         for number in self._steps:
