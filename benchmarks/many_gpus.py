@@ -173,6 +173,7 @@ def pipeline(work: Work, setting: Setting) -> None:
         result = next((row for row in found if "pipeline_tokens_per_s" in row), None)
         if result is None:
             if done.code is None and work.left() <= 1.0:
+                work.note(f"split {split}, as far as it came:\n{done.text[-600:]}")
                 raise OutOfTime(f"split {split} was not done when the time was over")
             work.check(f"split {split}: measured", False)
             work.note(f"split {split}: exit {done.code}\n{done.text[-2000:]}")

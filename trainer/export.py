@@ -97,8 +97,7 @@ def load_export(directory: Path) -> LoadedExport:
     except (KeyError, TypeError, ConfigError) as error:
         raise ExportError(f"{directory / CONFIG} misses or misstates {error}") from error
     weights = {k: v for k, v in tensors.items() if k not in ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")}
-    with torch.device("meta"):
-        expected = {key: tuple(value.shape) for key, value in Drafter(shape).state_dict().items()}
+    expected = {key: tuple(value.shape) for key, value in Drafter.empty(shape, "meta").state_dict().items()}
     found = {key: tuple(value.shape) for key, value in weights.items()}
     if expected != found:
         wrong = sorted(expected.items() ^ found.items())
@@ -164,9 +163,7 @@ def _plain(shape: DrafterShape, provenance: Provenance) -> DrafterShape:
 def _probe(weights: dict[str, torch.Tensor], shape: DrafterShape) -> torch.Tensor:
     """Outputs on a fixed small batch of two documents, in the weights' own type."""
     generator = torch.Generator().manual_seed(11)
-    with torch.device("meta"):
-        drafter = Drafter(shape)
-    drafter.to_empty(device="cpu").to(next(iter(weights.values())).dtype)
+    drafter = Drafter.empty(shape, "cpu", next(iter(weights.values())).dtype)
     drafter.load_state_dict(weights, strict=True)
     block = shape.block_size
     doc_ids_T = torch.tensor([0] * 24 + [1] * 16, dtype=torch.int32)

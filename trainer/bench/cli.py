@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -199,6 +200,7 @@ def _pipeline(arguments: argparse.Namespace, device: torch.device, ceiling: floa
             repeats=arguments.repeats,
             ceiling=ceiling,
             settings=dict(setting.partition("=")[::2] for setting in arguments.settings),
+            tell=lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True),
         )
 
 

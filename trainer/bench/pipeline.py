@@ -15,7 +15,7 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -91,9 +91,11 @@ def bench_pipeline(
     repeats: int = 12,
     ceiling: float = 0.0,
     settings: Mapping[str, str] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> PipelineResult:
     """Measure target alone, drafter alone, then both in the pipeline. `settings` override the run's configuration.
 
+    `tell` hears each rate as soon as it is there: at real size all of it takes minutes.
     Raises BenchError where the shape or the devices cannot be measured, TargetError, ConfigError as a run does.
     """
     kind = bound_of(targets, drafters)
@@ -108,8 +110,11 @@ def bench_pipeline(
     parts = assemble(config)
     source = SyntheticRows(config, vocab_size=_vocab_size(parts), documents=documents)
     tokens = config.data.token_budget
+    tell("target loaded")
     target_rate = tokens / on_thread("target", targets[0], lambda: _target_alone(parts, source.rows, repeats))
+    tell(f"one target alone: {target_rate:,.0f} context tokens/s")
     drafter_rate = tokens / on_thread("drafter", drafters[0], lambda: _drafter_alone(parts, source.rows, repeats))
+    tell(f"one drafter alone: {drafter_rate:,.0f} context tokens/s")
     _free(device)
     fresh_rate = drafter_rate / config.data.reuse
     if kind == "harmonic":

@@ -64,16 +64,14 @@ def bench_config(
 
 def meta_drafter(shape: BenchShape) -> Drafter:
     """The drafter of a shape without memory for its weights."""
-    with torch.device("meta"):
-        return Drafter(
-            DrafterShape(
-                hidden_size=shape.hidden_size,
-                vocab_size=shape.vocab_size,
-                num_features=shape.features,
-                rope_theta=1e7,
-                config=shape.drafter,
-            )
-        )
+    made = DrafterShape(
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        num_features=shape.features,
+        rope_theta=1e7,
+        config=shape.drafter,
+    )
+    return Drafter.empty(made, "meta")
 
 
 def random_drafter(shape: BenchShape, device: torch.device) -> Drafter:

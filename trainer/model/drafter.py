@@ -210,9 +210,19 @@ class Drafter(nn.Module):
         """Weights are drawn from `generator` (a CPU generator; seed 0 when None), the same on every device."""
         super().__init__()
         self.shape = shape
-        with torch.random.fork_rng(devices=[]):  # Linear draws weights on construction; ours come from `generator`
+        device = torch.get_default_device()
+        with torch.device("meta"):  # Linear draws weights on construction, which takes as long as drawing ours
             self._build(shape)
-        self.reset_parameters(generator)
+        self.to_empty(device=device)
+        if device.type != "meta":
+            self.reset_parameters(generator)
+
+    @classmethod
+    def empty(cls, shape: DrafterShape, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Drafter:
+        """A drafter whose weights are about to be loaded: nothing is drawn. On `meta` they take no memory either."""
+        with torch.device("meta"):
+            made = cls(shape).to(dtype)
+        return made.to_empty(device=device)
 
     def _build(self, shape: DrafterShape) -> None:
         config, hidden = shape.config, shape.hidden_size
