@@ -35,8 +35,8 @@ def probe_hardware() -> Hardware:
 def default_topology(hardware: Hardware) -> TopologyConfig:
     """A sensible split of the devices at hand.
 
-    A target forward of the 27B shape passes about 8,400 tokens a second on an H200 and a drafter with 512
-    anchors to 4,096 tokens about 17,500 (docs/benchmarks.md), so targets get three fifths or a little more of
+    A target forward of the 27B shape passes about 12,500 tokens a second on an H200 and a drafter with 512
+    anchors to 4,096 tokens about 20,000 (docs/benchmarks.md), so targets get three fifths or a little more of
     the cards; a verifier gets a card of its own from four cards on, below that it shares a target's.
     """
     count = len(hardware.gpus)
