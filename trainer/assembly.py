@@ -48,7 +48,6 @@ def assemble(config: TrainConfig, say: Callable[[str], None] = quiet) -> Parts:
     targets = {device: load(config, device, say) for device in dict.fromkeys([*topology.target, *verifiers])}
     first = targets[topology.target[0]]
     ends = TargetEnds(first.embed_VH, first.head_VH, first.mask_token(config.drafter))
-    shape = first.drafter_shape(config.drafter)
 
     def tell(complaint: str) -> None:
         say(f"skipped   {complaint}")
@@ -61,16 +60,17 @@ def assemble(config: TrainConfig, say: Callable[[str], None] = quiet) -> Parts:
 
     open_source(None)  # a missing or empty source is told now, not after the warm-up
 
-    drawn: list[Drafter] = []
-    """The drafter that all start as, until the last has it: drawing a 27B target's takes half a minute."""
+    def warm(made: TargetModel) -> None:
+        cast("Target | WithFinalStates", made).warm_up()
+
+    start: list[Drafter] = []
+    """The drafter that all begin as, until the last has it: drawing a 27B target's takes half a minute."""
 
     def step(rank: int) -> TrainStep:
-        if not drawn:
-            drawn.append(Drafter(shape, torch.Generator().manual_seed(config.run.seed)))
-            if config.drafter.init_from is not None:
-                initialise(drawn[0], Path(config.drafter.init_from), first.layer_ids)
+        if not start:
+            start.append(first_drafter(config, first))
         last = rank == len(topology.drafter) - 1
-        drafter = drawn.pop() if last else copy.deepcopy(drawn[0])
+        drafter = start.pop() if last else copy.deepcopy(start[0])
         return TrainStep(config, drafter, ends, topology.drafter[rank])
 
     def target(rank: int) -> TargetModel:
@@ -89,7 +89,7 @@ def assemble(config: TrainConfig, say: Callable[[str], None] = quiet) -> Parts:
         ),
         thread_rules=cast("Callable[[str, str], AbstractContextManager[Any]]", torch_setup.thread_rules),
         on_gate_open=torch_setup.forbid_compilation,
-        warm_target=(lambda made: cast("Target | WithFinalStates", made).warm_up()) if first.compiled else None,
+        warm_target=warm if any(targets[device].compiled for device in topology.target) else None,
     )
 
 
@@ -105,6 +105,16 @@ def load(config: TrainConfig, device: str, say: Callable[[str], None]) -> Target
         f"{', compiled' if target.compiled else ''}"
     )
     return target
+
+
+def first_drafter(config: TrainConfig, target: Target) -> Drafter:
+    """What training begins with, in fp32 on the CPU: a stored drafter, or one drawn from the run's seed."""
+    shape = target.drafter_shape(config.drafter)
+    if config.drafter.init_from is None:
+        return Drafter(shape, torch.Generator().manual_seed(config.run.seed))
+    drafter = Drafter.empty(shape, "cpu")
+    initialise(drafter, Path(config.drafter.init_from), target.layer_ids)
+    return drafter
 
 
 def open_stream(config: TrainConfig, target: Target, tell: Callable[[str], None] = quiet) -> BatchStream:
@@ -158,9 +168,9 @@ def make_evaluate(
             if true.rounds:  # a drafter so good that its first round is cut at decode_tokens has none to count
                 decoded = Evaluation(true.mean, list(true.by_position), true.rounds)
         elif prompts and not rehearsed:
-            # The first evaluation is the verifier's warm-up: what decoding needs (kernels, memory) is had here, behind
-            # the gate, and not while the run ends.
-            decode(prompts[:1], min(run.decode_tokens, 2 * config.drafter.block_size))
+            # The first evaluation is the verifier's warm-up: kernels that decoding needs, and most of its memory, are
+            # had here, behind the gate, and not while the run ends.
+            decode([max(prompts, key=len)], min(run.decode_tokens, 2 * config.drafter.block_size))
         rehearsed = True
         return Evaluation(found.mean, list(found.by_position), found.rounds, decoded)
 

@@ -62,7 +62,7 @@ class TargetConfig:
         _require(
             not self.compile or self.packing != "documents",
             "target.compile needs rows of one length, and target.packing=documents runs every document at its own; set "
-            "target.packing=row, or leave target.compile off",
+            "target.packing=row, or leave target.compile out",
         )
         _require(self.num_features >= 1, "target.num_features must be at least 1")
         if self.layer_ids is not None:
@@ -282,7 +282,7 @@ class RunConfig:
     """Seconds the last evaluation may take after the last step."""
     decode_prompts: int = 8
     """Held-out prompts that are truly decoded, drafter and target together; 0: none. After the last step, and at every
-    evaluation where the verifier has a device of its own."""
+    evaluation where the verifier has a device of its own; a little of it as the verifier warms up."""
     decode_tokens: int = 64
     """New tokens for each of them."""
     exchange: Literal["auto", "nccl", "peer"] = "auto"

@@ -1,4 +1,4 @@
-"""The start-up gate: drafters, then verifiers, warm up one at a time; everyone else waits for the last.
+"""The start-up gate: drafters, targets that compile, verifiers warm up one at a time; everyone else waits for the last.
 
 Why: two threads that compile at once hang for ever (one's backward holds the device's autograd thread while
 the other's trace needs it), and a thread that runs torch work while another compiles may fail or be

@@ -100,7 +100,8 @@ class RunLeader:
 
     def reserve(self, step: DrafterStep) -> None:
         """Make as many copies of the weights as will ever be held: one by each verifier, one that waits."""
-        [step.weights() for _ in range(1 + len(self._config.topology.evaluating))]
+        held = [step.weights() for _ in range(1 + len(self._config.topology.evaluating))]
+        del held
 
     def gate_opened(self) -> None:
         """Rates and shares count from here."""
@@ -193,6 +194,7 @@ class RunLeader:
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was due before"
         else:
             # The optimizer refused the update, so the weights are still those of the last good step.
+            self._box.drop()
             saved = self._save_now(self._snapshot(number, step, step.weights(), cursor))
             kept = f"the weights before it are saved in {saved}"
         raise Diverged(

@@ -51,11 +51,7 @@ def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
     found = [Need(f"target on {device}", device, _target_bytes(config, facts)) for device in holders]
     batch = config.data.token_budget * facts.features * facts.hidden_size * _width(config)
     for device in topology.target:
-        queued = (config.run.queue_depth + 1) * len(topology.drafter)
-        # What drafters keep for data.reuse lies where it was made, spread evenly over the targets.
-        kept = (ReusePlan.of(config.data).reservoir - 1) * len(topology.drafter)
-        queued += -(-kept // len(topology.target))
-        found.append(Need(f"hidden states waiting on {device}", device, queued * batch))
+        found.append(Need(f"hidden states waiting on {device}", device, batches_held(config) * batch))
     for rank, device in enumerate(topology.drafter):
         # Embedding and head come from the first target; elsewhere they are copied.
         shared = device == topology.target[0]
@@ -68,6 +64,17 @@ def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
     for rank, device in enumerate(topology.evaluating):
         found.append(Need(f"verifier{rank} on {device}", device, weights))
     return [need for need in found if need.device != "cpu"]
+
+
+def batches_held(config: TrainConfig) -> int:
+    """Batches of hidden states that one target has made and somebody holds, at most.
+
+    Those that wait in its channels, one in each drafter's hands, its share of what drafters keep for data.reuse, and
+    the one that is being written.
+    """
+    drafters, targets = len(config.topology.drafter), len(config.topology.target)
+    kept = (ReusePlan.of(config.data).reservoir - 1) * drafters
+    return (config.run.queue_depth + 1) * drafters + -(-kept // targets) + 1
 
 
 def check_memory(config: TrainConfig, facts: TargetFacts, free: Mapping[str, int]) -> None:

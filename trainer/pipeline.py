@@ -37,6 +37,7 @@ from trainer.events import Capture, End, GateOpen, Warmup
 from trainer.foreseen import FORESEEN
 from trainer.gate import GATE_DEADLINE_EXIT, Gate, Overdue
 from trainer.leader import Diverged, RunLeader
+from trainer.memory import batches_held
 from trainer.metrics import Metrics
 from trainer.outcomes import Outcomes
 from trainer.parts import Parts
@@ -165,6 +166,7 @@ class Pipeline:
                 hidden[t],
                 self._gate,
                 clocks[f"target{t}"],
+                batches_held=batches_held(config),
                 name=f"target{t}",
                 warm_up=parts.warm_target,
             ).run

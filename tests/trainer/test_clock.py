@@ -134,7 +134,9 @@ class TestAnEndedStage:
         wall, clock = on_host()
         inbox: Channel[PackedBatch] = Channel(1)
         inbox.close()
-        TargetForwardLoop(lambda: cast(TargetModel, None), nullcontext, inbox, [], self.gate(), clock).run()
+        TargetForwardLoop(
+            lambda: cast(TargetModel, None), nullcontext, inbox, [], self.gate(), clock, batches_held=1
+        ).run()
         wall.now = 5.0
         assert clock.read() == StageTimes(input=5.0)
 

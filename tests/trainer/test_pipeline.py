@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.checkpoint import CheckpointStore
 from trainer.config import ConfigError
 from trainer.data.batch import PackedBatch
 from trainer.metrics import Metrics
+from trainer.model.drafter import Drafter
 from trainer.model.targets import Target
 from trainer.parts import DrafterStep, Parts
 from trainer.pipeline import Pipeline
@@ -248,6 +250,51 @@ class TestEquality:
         trained = weights_of(tmp_path, 2)
         assert all(torch.equal(untrained[name], trained[name]) for name in untrained)
         assert [row["skipped_updates"] for row in events(tmp_path, "step")] == [1, 2]
+
+
+def test_copies_of_the_weights_are_as_many_as_were_reserved(tmp_path: Path) -> None:
+    """One for each verifier and one that waits, though each step is evaluated and saved. Seen to fail without the
+    reservation (2), without the box being emptied first, and with a loop that kept its last snapshot.
+    """
+    config = small_config({"topology.verifier": "cpu,cpu", "run.eval_every": "1", "run.checkpoint_every": "1"})
+    parts = small_parts(config)
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def step(rank: int) -> DrafterStep:
+        made = parts.step(rank)
+        real = made.weights
+
+        def weights() -> dict[str, torch.Tensor]:
+            copied = real()
+            copies.append(weakref.ref(copied["fc.weight"]))
+            alive.append(sum(copy() is not None for copy in copies))
+            return copied
+
+        if rank == 0:
+            made.weights = weights  # type: ignore[method-assign]  # counted
+        return made
+
+    code, _ = run_small(config, tmp_path, parts=replace(parts, step=step))
+    assert code == 0
+    assert max(alive) == 3
+
+
+@pytest.mark.parametrize("drafters", [1, 2, 3])
+def test_replicas_begin_alike_and_share_nothing(drafters: int) -> None:
+    config = small_config({"topology.drafter": ",".join(["cpu"] * drafters)})
+    parts = small_parts(config)
+    steps: list[Any] = [parts.step(rank) for rank in range(drafters)]
+    drawn = Drafter(steps[0].drafter.shape, torch.Generator().manual_seed(config.run.seed)).state_dict()
+
+    def as_drawn(made: Any) -> bool:
+        return all(torch.equal(drawn[name], value) for name, value in made.weights().items())
+
+    assert all(map(as_drawn, steps))
+    steps[0].optimizer.weights_P.add_(1)
+    assert [as_drawn(made) for made in steps] == [False] + [True] * (drafters - 1)
+    assert len({id(made.drafter) for made in steps}) == drafters
+    assert as_drawn(parts.step(0))
 
 
 def test_nothing_held_out_is_said_and_no_number_made_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -199,8 +199,12 @@ def other_target(kind: str, directory: Path, **sizes: int) -> Path:
         config = transformers.Gemma3TextConfig(**common, sliding_window=16, query_pre_attn_scalar=8)
     elif kind == "qwen3":
         config = transformers.Qwen3Config(**common, tie_word_embeddings=True)
+    elif kind == "granite":
+        scales = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64}
+        config = transformers.GraniteConfig(**common, **scales)
     else:
-        config = transformers.LlamaConfig(**common)
+        kinds = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "smollm3": "SmolLM3"}
+        config = getattr(transformers, f"{kinds[kind]}Config")(**common)
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():

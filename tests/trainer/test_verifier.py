@@ -45,8 +45,13 @@ class TestSnapshotBox:
 
     def test_what_nobody_took_can_be_dropped_unless_it_is_the_last(self) -> None:
         box = SnapshotBox()
-        box.publish(snapshot(1))
+        first = snapshot(1)
+        gone = weakref.ref(first.weights["w"])
+        box.publish(first)
+        del first
+        assert gone() is not None
         box.drop()
+        assert gone() is None
         box.publish(snapshot(2, last=True))
         box.drop()
         assert box.take().step == 2

@@ -29,6 +29,17 @@ from trainer.model.gated_delta import GatedDelta, joined, unknown_recurrence
 from trainer.model.target_attention import Attention, known_attention
 from trainer.model.tokenwise import Tokenwise
 
+KNOWN = (
+    "Gemma3DecoderLayer",
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3_5DecoderLayer",
+    "SmolLM3DecoderLayer",
+)
+"""transformers' classes whose forward the shells are. Others have the same parts and do more with them: Granite scales
+its sums, Ministral its queries."""
 MIXERS = ("self_attn", "linear_attn")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 SANDWICH_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -182,6 +193,8 @@ def unknown_layer(layer: nn.Module) -> str | None:
     mlp = layer._modules["mlp"]
     if mlp is None or set(mlp._modules) != MLP_PARTS:
         return f"its MLP is a {type(mlp).__name__}"
+    if type(layer).__name__ not in KNOWN:
+        return f"{type(layer).__name__} is none of {', '.join(KNOWN)}"
     return None
 
 

@@ -14,8 +14,11 @@ from trainer.model.targets import Target
 
 EXACT = 1e-4
 """How far a token of an fp32 target may be off, relative."""
+ROUNDED = 0.12
+"""How far a 16-bit target's states may be off at the first captured layer, over all tokens: 27B random weights in bf16
+reach 1.7 % at layer 1 and 10 % at layer 61."""
 GROSS = 0.5
-"""How far the states of any other may be off at the first captured layer, over all tokens."""
+"""The same for 8-bit weights."""
 
 
 def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "documents"]:
@@ -31,6 +34,9 @@ def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "docu
     if compile or (known and is_hybrid(target.model)):
         target.apart = take_apart(target, compile=compile)
     leak = packing_leak(target)
+    if leak is not None and target.apart is not None and config.compile is None and not is_hybrid(target.model):
+        target.apart = None  # nobody asked for it: the layers as they are may do
+        leak = packing_leak(target)
     if leak is not None and needs_row and is_hybrid(target.model):
         apart = target.apart = target.apart or take_apart(target, compile=False)
         apart.run_by_document()
@@ -41,7 +47,7 @@ def choose_packing(config: TargetConfig, target: Target) -> Literal["row", "docu
     if needs_row:
         raise TargetError(
             f"{target.name} does not keep packed documents apart in one forward ({leak}); set target.packing=documents"
-            + (" and leave target.compile off" if config.compile else "")
+            + (" and leave target.compile out" if config.compile else "")
         )
     return "documents"
 
@@ -70,7 +76,7 @@ def packing_leak(target: Target) -> str | None:
         # bounds, which is off by its own size.
         first = slice(0, target.hidden_size)
         off = float((row_TKH - alone_TKH)[:, first].norm() / alone_TKH[:, first].norm())
-        if off > GROSS:
+        if off > (GROSS if target.fp8 else ROUNDED):
             return f"states differ by {off:.1%} from the documents alone"
     # The same kernels on the same shapes: here nothing at all differs, and the smallest leak, of a recurrent state
     # alone, is 28 %.
@@ -89,7 +95,7 @@ def take_apart(target: Target, *, compile: bool) -> TakenApart:
         if (reason := unknown_layer(layer)) is not None:
             raise TargetError(
                 f"the layers of {target.name} cannot be taken apart: layer {number}: {reason}, and the trainer knows a "
-                "norm, attention or GatedDeltaNet, a norm and a gated MLP; leave target.compile off and set "
+                "norm, attention or GatedDeltaNet, a norm and a gated MLP; leave target.compile out and set "
                 "target.packing=documents"
             )
     own = rows_keep_documents_apart(layers)

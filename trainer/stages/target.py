@@ -27,16 +27,21 @@ class TargetForwardLoop:
         gate: Gate,
         clock: StageClock,
         *,
+        batches_held: int,
         name: str = "target0",
         warm_up: Callable[[TargetModel], None] | None = None,
     ) -> None:
-        """`warm_up` compiles the target's forward, in the turn that the gate holds for `name`."""
+        """`warm_up` compiles the target's forward, in the turn that the gate holds for `name`.
+
+        `batches_held` of its results are alive at once, at most.
+        """
         self._make_target = make_target
         self._rules = rules
         self._inbox = inbox
         self._outboxes = outboxes
         self._gate = gate
         self._clock = clock
+        self._batches_held = batches_held
         self._name = name
         self._warm_up = warm_up
 
@@ -80,9 +85,10 @@ class TargetForwardLoop:
             ready = None
             if hidden_TKH.is_cuda:
                 if not reserved:
-                    # As many as may wait, one more in the hands of each drafter: no later step then asks for memory.
-                    [torch.empty_like(hidden_TKH) for box in self._outboxes for _ in range(box.capacity + 1)]
+                    # So that no later step asks for memory.
+                    held = [torch.empty_like(hidden_TKH) for _ in range(self._batches_held - 1)]
                     reserved = True
+                    del held
                 ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 ready.record(torch.cuda.current_stream(hidden_TKH.device))
             with self._clock.state("output"):
