@@ -20,7 +20,7 @@ from trainer.data.batch import PackedBatch
 from trainer.metrics import Metrics
 from trainer.model.drafter import Drafter
 from trainer.model.targets import Target
-from trainer.parts import DrafterStep, Parts
+from trainer.parts import DrafterStep, Evaluation, Parts
 from trainer.pipeline import Pipeline
 from trainer.step import STATS, TrainStep
 
@@ -253,31 +253,51 @@ class TestEquality:
 
 
 def test_copies_of_the_weights_are_as_many_as_were_reserved(tmp_path: Path) -> None:
-    """One for each verifier and one that waits, though each step is evaluated and saved. Seen to fail without the
-    reservation (2), without the box being emptied first, and with a loop that kept its last snapshot.
+    """One for each verifier and one that waits, though each step is saved and both verifiers are busy with theirs.
+
+    Seen to fail without the reservation (2 at first) and where the waiting one was not dropped before the next (4).
     """
     config = small_config({"topology.verifier": "cpu,cpu", "run.eval_every": "1", "run.checkpoint_every": "1"})
     parts = small_parts(config)
     copies: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
+    taken, trained = threading.Semaphore(0), threading.Event()
+    before_training = 1 + 3  # for the verifiers' warm-up, and the reservation
+
+    def evaluator(rank: int) -> Any:
+        calls: list[int] = []
+
+        def evaluate(weights: dict[str, torch.Tensor], *, last: bool) -> Evaluation:
+            calls.append(1)
+            if len(calls) == 2:
+                taken.release()
+                assert trained.wait(120)
+            return Evaluation(1.0, [], 0)
+
+        return evaluate
 
     def step(rank: int) -> DrafterStep:
         made = parts.step(rank)
         real = made.weights
 
         def weights() -> dict[str, torch.Tensor]:
+            if before_training < len(copies) <= before_training + 2:  # those of the first two steps
+                assert taken.acquire(timeout=120)
             copied = real()
             copies.append(weakref.ref(copied["fc.weight"]))
             alive.append(sum(copy() is not None for copy in copies))
+            if len(copies) == before_training + config.run.max_steps:
+                trained.set()
             return copied
 
         if rank == 0:
             made.weights = weights  # type: ignore[method-assign]  # counted
         return made
 
-    code, _ = run_small(config, tmp_path, parts=replace(parts, step=step))
+    code, _ = run_small(config, tmp_path, parts=replace(parts, step=step, evaluator=evaluator))
     assert code == 0
-    assert max(alive) == 3
+    assert max(alive[:before_training]) == 3
+    assert alive[before_training:] == [1, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("drafters", [1, 2, 3])
