@@ -21,9 +21,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.bench.cli import positive
-from trainer.bench.shapes import SHAPES, BenchShape, meta_drafter
+from trainer.bench.shapes import SHAPES, BenchShape, drafter_shape
 from trainer.graphs import recomputing
 from trainer.model import fp8
+from trainer.model.drafter import Drafter
 from trainer.optim import FlatLayout
 from trainer.step import drafter_forward
 
@@ -91,7 +92,7 @@ def saved_tensors(
                 )
         return graph.forward
 
-    drafter = meta_drafter(shape)
+    drafter = Drafter.empty(drafter_shape(shape), "meta")
     layout = FlatLayout.of(drafter)
     with FakeTensorMode(allow_non_fake_inputs=True), recomputing(elementwise=recompute == "elementwise"):
         flat = torch.zeros(layout.total, dtype=torch.bfloat16)

@@ -31,10 +31,26 @@ def quiet(text: str) -> None:
     """Nobody wants to hear it."""
 
 
-def assemble(config: TrainConfig, say: Callable[[str], None] = quiet) -> Parts:
+def first_drafter(config: TrainConfig, target: Target) -> Drafter:
+    """What training begins with, in fp32 on the CPU: a stored drafter, or one drawn from the run's seed."""
+    shape = target.drafter_shape(config.drafter)
+    if config.drafter.init_from is None:
+        return Drafter(shape, torch.Generator().manual_seed(config.run.seed))
+    drafter = Drafter.empty(shape, "cpu")
+    initialise(drafter, Path(config.drafter.init_from), target.layer_ids)
+    return drafter
+
+
+def assemble(
+    config: TrainConfig,
+    say: Callable[[str], None] = quiet,
+    *,
+    make_drafter: Callable[[TrainConfig, Target], Drafter] = first_drafter,
+) -> Parts:
     """Load the target once for each device that needs it, and bind the factories.
 
     `say` takes lines for the log: what is loaded and how its rows will run, and bad documents, with file and line.
+    `make_drafter` gives the one that all drafters begin as.
 
     Runs in the main thread before any other starts, so nothing compiles beside it.
     Raises TargetError, DataError and ConfigError for what is foreseeable.
@@ -68,7 +84,7 @@ def assemble(config: TrainConfig, say: Callable[[str], None] = quiet) -> Parts:
 
     def step(rank: int) -> TrainStep:
         if not start:
-            start.append(first_drafter(config, first))
+            start.append(make_drafter(config, first))
         last = rank == len(topology.drafter) - 1
         drafter = start.pop() if last else copy.deepcopy(start[0])
         return TrainStep(config, drafter, ends, topology.drafter[rank])
@@ -105,16 +121,6 @@ def load(config: TrainConfig, device: str, say: Callable[[str], None]) -> Target
         f"{', compiled' if target.compiled else ''}"
     )
     return target
-
-
-def first_drafter(config: TrainConfig, target: Target) -> Drafter:
-    """What training begins with, in fp32 on the CPU: a stored drafter, or one drawn from the run's seed."""
-    shape = target.drafter_shape(config.drafter)
-    if config.drafter.init_from is None:
-        return Drafter(shape, torch.Generator().manual_seed(config.run.seed))
-    drafter = Drafter.empty(shape, "cpu")
-    initialise(drafter, Path(config.drafter.init_from), target.layer_ids)
-    return drafter
 
 
 def open_stream(config: TrainConfig, target: Target, tell: Callable[[str], None] = quiet) -> BatchStream:

@@ -26,7 +26,7 @@ import torch
 from trainer import torch_setup
 from trainer.assembly import assemble
 from trainer.bench.measure import BenchError, time_work
-from trainer.bench.shapes import SHAPES, bench_config
+from trainer.bench.shapes import SHAPES, bench_config, random_drafter
 from trainer.bench.synthetic import ROWS, NothingKept, SyntheticRows, on_thread
 from trainer.bench.target import target_config
 from trainer.config import RunConfig, TopologyConfig, TrainConfig, override
@@ -107,7 +107,9 @@ def bench_pipeline(
             "tiny here"
         )
     config = override(pipeline_config(name, documents, targets, drafters, steps), dict(settings or {}))
-    parts = assemble(config)
+    parts = assemble(
+        config, make_drafter=lambda config, target: random_drafter(target.drafter_shape(config.drafter), device)
+    )
     source = SyntheticRows(config, vocab_size=_vocab_size(parts), documents=documents)
     tokens = config.data.token_budget
     tell("target loaded")

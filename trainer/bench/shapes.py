@@ -62,22 +62,20 @@ def bench_config(
     )
 
 
-def meta_drafter(shape: BenchShape) -> Drafter:
-    """The drafter of a shape without memory for its weights."""
-    made = DrafterShape(
+def drafter_shape(shape: BenchShape) -> DrafterShape:
+    """The drafter's dimensions."""
+    return DrafterShape(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         num_features=shape.features,
         rope_theta=1e7,
         config=shape.drafter,
     )
-    return Drafter.empty(made, "meta")
 
 
-def random_drafter(shape: BenchShape, device: torch.device) -> Drafter:
+def random_drafter(shape: DrafterShape, device: torch.device) -> Drafter:
     """A drafter with random weights drawn on the device (drawing 1.7 billion on a CPU takes longer than the run)."""
-    drafter = meta_drafter(shape)
-    drafter.to_empty(device=device)
+    drafter = Drafter.empty(shape, device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -98,7 +96,9 @@ def bench_step(shape: BenchShape, config: TrainConfig, device: torch.device) -> 
         )
         for _ in range(2)
     ]
-    return TrainStep(config, random_drafter(shape, device), TargetEnds(ends[0], ends[1], shape.vocab_size - 1), device)
+    return TrainStep(
+        config, random_drafter(drafter_shape(shape), device), TargetEnds(ends[0], ends[1], shape.vocab_size - 1), device
+    )
 
 
 def random_batch(
