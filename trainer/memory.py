@@ -55,12 +55,11 @@ def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
     for rank, device in enumerate(topology.drafter):
         # Embedding and head come from the first target; elsewhere they are copied.
         shared = device == topology.target[0]
-        found.append(Need(f"drafter{rank} on {device}", device, _drafter_bytes(config, facts, shared)))
+        # The first makes the copies of its weights that verifiers evaluate, and the one that waits for them.
+        copies = (1 + len(topology.evaluating)) * weights if rank == 0 else 0
+        found.append(Need(f"drafter{rank} on {device}", device, _drafter_bytes(config, facts, shared) + copies))
         if exchange := _exchange_bytes(config, facts):
             found.append(Need(f"gradient exchange on {device}", device, exchange))
-    # Drafter 0 makes the copies of its weights that are evaluated, or wait for it.
-    copies = 1 + len(topology.evaluating)
-    found.append(Need(f"weights to evaluate on {topology.drafter[0]}", topology.drafter[0], copies * weights))
     for rank, device in enumerate(topology.evaluating):
         found.append(Need(f"verifier{rank} on {device}", device, weights))
     return [need for need in found if need.device != "cpu"]
