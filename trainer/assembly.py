@@ -41,6 +41,11 @@ def first_drafter(config: TrainConfig, target: Target) -> Drafter:
     return drafter
 
 
+def drafter_to_load(config: TrainConfig, target: Target) -> Drafter:
+    """For a run that is resumed: every weight comes from its checkpoint."""
+    return Drafter.empty(target.drafter_shape(config.drafter), "cpu")
+
+
 def assemble(
     config: TrainConfig,
     say: Callable[[str], None] = quiet,

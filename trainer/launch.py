@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 
-from trainer.assembly import assemble
+from trainer.assembly import assemble, drafter_to_load, first_drafter
 from trainer.checkpoint import CheckpointStore
 from trainer.config import ConfigError, TrainConfig, to_dict
 from trainer.events import End, Start
@@ -98,7 +98,9 @@ class _Run:
             )
             pipeline = Pipeline(
                 config,
-                assemble(config, metrics.say),
+                assemble(
+                    config, metrics.say, make_drafter=drafter_to_load if resume.loaded is not None else first_drafter
+                ),
                 metrics,
                 self._store,
                 resumed=resume.loaded,

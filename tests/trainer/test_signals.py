@@ -111,7 +111,7 @@ def hang_for_ever():
     print("drafter1 hangs now", flush=True)
     threading.Event().wait()
 
-launch.assemble = lambda config, tell: change(assemble(config, tell))
+launch.assemble = lambda *args, **more: change(assemble(*args, **more))
 sys.exit(main(sys.argv[1:]))
 """
 HELD_STEP = PREAMBLE.replace(

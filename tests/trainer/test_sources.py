@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.config import DataConfig
 from trainer.data.batch import PackedBatch
-from trainer.data.documents import DataError, RawDocument, digest
+from trainer.data.documents import BadDocument, DataError, RawDocument, digest
 from trainer.data.sources import TextFiles, heldout_numbers, open_source, stdlib_files
 from trainer.data.stream import BatchStream
 
@@ -194,6 +194,14 @@ def test_bytes_that_are_no_utf8_are_replaced(tmp_path: Path) -> None:
     path.write_bytes(b"caf\xe9\n")
     document = open_source(str(path), "auto").read(0)
     assert document.text == "caf\ufffd\n"
+
+
+@pytest.mark.parametrize("content", [bytes(range(256)) * 40, "caf\xe9\n".encode("utf-16")], ids=["binary", "utf-16"])
+def test_what_is_no_text_is_a_bad_document(tmp_path: Path, content: bytes) -> None:
+    """Failed as text full of replacement characters, which was trained on."""
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(BadDocument, match=r"a\.txt#0: no text: it holds NUL bytes.*UTF-8"):
+        open_source(str(tmp_path / "a.txt"), "auto").read(0)
 
 
 def test_a_file_that_grew_or_was_replaced_refuses_the_cursor(tmp_path: Path) -> None:

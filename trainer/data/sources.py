@@ -71,6 +71,10 @@ class TextFiles:
                     data += file.readline()
         except OSError as error:
             raise BadDocument(str(path), "unreadable", detail=str(error.strerror)) from error
+        if b"\0" in data:
+            raise BadDocument(
+                self.name(number), "no text", detail="it holds NUL bytes; text in UTF-16 has to become UTF-8"
+            )
         return RawDocument(self.name(number), text=data.decode("utf-8", errors="replace"))
 
 
