@@ -32,11 +32,16 @@ from dflash_ops.errors import (
 )
 from dflash_ops.named_file import require_regular
 from dflash_ops.settings import Ssh
+from dflash_ops.transport.channel import ordered
 
 KEEPALIVE_S = 15
 CONNECT_S = 0.5
 """With less time left, no connection is made: a quick one would run the command after its deadline."""
 CHANNELS = 6  # sshd's MaxSessions is 10 by default; others may share the connection's user
+NO_ROOM = (2, 4)
+"""Refusals of a session (RFC 4254, 5.1): connect failed, which is sshd's word for MaxSessions; resource shortage."""
+NO_ROOM_S = 3.0
+"""How long they are not believed: sshd may hear of a new session before it has dealt with the end of old ones."""
 SYSTEM_KNOWN_HOSTS = Path("/etc/ssh/ssh_known_hosts")
 
 # Without a handler of its own Paramiko's thread prints tracebacks to the operator's terminal.
@@ -149,16 +154,20 @@ class Link:
             self._slots.release()
 
     def _open_channel(self, ends_at: float) -> paramiko.Channel:
-        transport = self._ready(ends_at)
-        left = min(ends_at - time.monotonic(), self._ssh.connect_timeout)
-        try:
-            with self.bounded(left + 1.0):
-                return transport.open_session(timeout=max(0.1, left))
-        except paramiko.ChannelException as error:
-            raise HostUnreachable(f"{self.label}: the host refuses another session", why=error.text) from None
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            self.cut()
-            raise _Dead(f"{self.label}: the connection does not answer", why=str(error)) from None
+        patient_until = min(ends_at, time.monotonic() + NO_ROOM_S)
+        while True:
+            transport = self._ready(ends_at)
+            left = min(ends_at - time.monotonic(), self._ssh.connect_timeout)
+            try:
+                with self.bounded(left + 1.0):
+                    return ordered(transport.open_session(timeout=max(0.1, left)))
+            except paramiko.ChannelException as error:
+                if error.code not in NO_ROOM or time.monotonic() >= patient_until:
+                    raise HostUnreachable(f"{self.label}: the host refuses another session", why=error.text) from None
+            except (paramiko.SSHException, EOFError, OSError) as error:
+                self.cut()
+                raise _Dead(f"{self.label}: the connection does not answer", why=str(error)) from None
+            time.sleep(0.1)
 
     def _ready(self, ends_at: float) -> paramiko.Transport:
         """The open transport. One thread opens it, the others wait for that."""

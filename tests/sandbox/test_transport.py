@@ -426,6 +426,49 @@ class TestThreads:
             thread.join(PATIENCE_S)
         assert outputs == [b"x\n"] * 16
 
+    @pytest.mark.parametrize(("stdin", "kind"), [(b"", 96), (b"unread", 94)], ids=["end", "data"])
+    def test_nothing_is_sent_behind_a_channels_close(
+        self, ssh: SshTransport, stdin: bytes, kind: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A command that is over before its input: sshd ends the connection over what reaches a forgotten channel.
+
+        Paramiko builds such a message first and sends it later; here, half a second later.
+        """
+        real = paramiko.Transport._send_user_message
+
+        def late(transport: paramiko.Transport, message: paramiko.Message) -> None:
+            if message.asbytes()[0] == kind:
+                time.sleep(0.5)
+            real(transport, message)
+
+        said(ssh, "/bin/true")
+        before = ssh.link._transport
+        monkeypatch.setattr(paramiko.Transport, "_send_user_message", late)
+        for _ in range(3):
+            said(ssh, "/bin/true", stdin=stdin)
+        time.sleep(1.0)  # what was sent late has arrived
+        assert ssh.link.alive
+        assert ssh.link._transport is before
+
+    def test_a_host_without_room_for_a_session_is_asked_again(self, ssh: SshTransport) -> None:
+        """The sandbox's sshd allows ten at once. Failed as "the host refuses another session"."""
+        said(ssh, "/bin/true")
+        transport = ssh.link._transport
+        assert transport is not None
+        others = [transport.open_session() for _ in range(10)]
+        threading.Timer(0.5, lambda: [other.close() for other in others]).start()
+        assert said(ssh, "/bin/echo", "x").stdout == b"x\n"
+
+    def test_a_host_that_stays_without_room_is_told(self, ssh: SshTransport) -> None:
+        said(ssh, "/bin/true")
+        transport = ssh.link._transport
+        assert transport is not None
+        others = [transport.open_session() for _ in range(10)]
+        with pytest.raises(HostUnreachable, match="refuses another session"):
+            said(ssh, "/bin/echo", "x")
+        for other in others:
+            other.close()
+
 
 class TestConfiguration:
     def test_proxy_jump_and_none(self, box: Box, tmp_path: Path) -> None:
