@@ -9,6 +9,7 @@ import struct
 import subprocess
 import termios
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ class Terminal:
         return bytes(self._shown).decode("utf-8", "replace")
 
     def type(self, keys: bytes) -> None:
-        os.write(self._person, keys)
+        """Key by key, as a person does: what comes within a millisecond tmux may take for pasted text, not for its keys."""
+        for key in keys:
+            os.write(self._person, bytes([key]))
+            time.sleep(0.02)
 
     def resize(self, columns: int, lines: int) -> None:
         """As when the person pulls at the window's corner: the program is told by SIGWINCH."""
