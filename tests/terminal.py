@@ -47,7 +47,7 @@ class Terminal:
         return bytes(self._shown).decode("utf-8", "replace")
 
     def type(self, keys: bytes) -> None:
-        """Key by key, as a person does: what comes within a millisecond tmux may take for pasted text, not for its keys."""
+        """Key by key, as a person does: what comes within a millisecond tmux may take for pasted text."""
         for key in keys:
             os.write(self._person, bytes([key]))
             time.sleep(0.02)
