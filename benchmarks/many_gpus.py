@@ -160,9 +160,7 @@ def pipeline(work: Work, setting: Setting) -> None:
         targets = setting.devices[: split.targets]
         drafters = setting.devices[split.targets : split.targets + split.drafters]
         # On a CPU the logic is what is tried.
-        size = ["--documents", "1", "--steps", "6"]
-        if setting.on_gpu:
-            size = ["--documents", "4", "--steps", "30"]
+        size = ["--documents", "4", "--steps", "30"] if setting.on_gpu else ["--documents", "1", "--steps", "6"]
         words = ["--shape", setting.shape, *size, "--repeats", "4", "--json"]
         words += ["--targets", *targets, "--drafters", *drafters]
         done = work.call(

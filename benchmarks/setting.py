@@ -15,7 +15,7 @@ from benchmarks.parts import ROOT
 from trainer.launch import versions
 
 START_LIMIT_S = 240.0
-"""A start that takes longer has hung: cold ones took up to 117 s on one H200."""
+"""A start that takes longer has hung: cold ones took up to 195 s on an H200, beside others."""
 SMALL = {
     "run.tensorboard": "false",
     "run.log_every": "1",

@@ -18,6 +18,7 @@ from trainer.checkpoint import Progress, Snapshot, copy_to_cpu
 from trainer.config import TrainConfig
 from trainer.data.reuse import ReusePlan
 from trainer.events import Event, Step
+from trainer.memory import copies_held
 from trainer.parts import DrafterStep, StepNumbers
 from trainer.reduce import Round
 from trainer.stages.clock import StageClock
@@ -99,8 +100,8 @@ class RunLeader:
         self._first = WeightSnapshot.of(self._progress.step, step.weights())
 
     def reserve(self, step: DrafterStep) -> None:
-        """Make as many copies of the weights as will ever be held: one by each verifier, one that waits."""
-        held = [step.weights() for _ in range(1 + len(self._config.topology.evaluating))]
+        """Make as many copies of the weights as will ever be held."""
+        held = [step.weights() for _ in range(copies_held(self._config))]
         del held
 
     def gate_opened(self) -> None:

@@ -55,8 +55,7 @@ def needs(config: TrainConfig, facts: TargetFacts) -> list[Need]:
     for rank, device in enumerate(topology.drafter):
         # Embedding and head come from the first target; elsewhere they are copied.
         shared = device == topology.target[0]
-        # The first makes the copies of its weights that verifiers evaluate, and the one that waits for them.
-        copies = (1 + len(topology.evaluating)) * weights if rank == 0 else 0
+        copies = copies_held(config) * weights if rank == 0 else 0
         found.append(Need(f"drafter{rank} on {device}", device, _drafter_bytes(config, facts, shared) + copies))
         if exchange := _exchange_bytes(config, facts):
             found.append(Need(f"gradient exchange on {device}", device, exchange))
@@ -74,6 +73,11 @@ def batches_held(config: TrainConfig) -> int:
     drafters, targets = len(config.topology.drafter), len(config.topology.target)
     kept = (ReusePlan.of(config.data).reservoir - 1) * drafters
     return (config.run.queue_depth + 1) * drafters + -(-kept // targets) + 1
+
+
+def copies_held(config: TrainConfig) -> int:
+    """Copies of the first drafter's weights that exist at once, at most: one by each verifier, one that waits."""
+    return 1 + len(config.topology.evaluating)
 
 
 def check_memory(config: TrainConfig, facts: TargetFacts, free: Mapping[str, int]) -> None:
@@ -113,7 +117,7 @@ def _target_bytes(config: TrainConfig, facts: TargetFacts) -> int:
     # One document passes at a time: a few hidden-sized and FFN-sized tensors of its length. A whole row needs half as
     # much for each token: it is long enough for the layers' largest tensors to be counted by themselves. `auto` may
     # come to either, and is counted as the larger.
-    one_row = config.target.packing != "documents" or config.target.compile
+    one_row = config.target.packing != "documents"
     passing = config.data.token_budget * 20 if one_row else config.data.max_document_tokens * 40
     activations = passing * facts.hidden_size * _width(config)
     weights = (facts.parameters - facts.eight_bit_parameters) * _width(config) + facts.eight_bit_parameters
